@@ -16,16 +16,17 @@ from autopar.ir.plan import Plan
 __version__ = "0.1.0"
 __all__ = [
     "AutoparError", "ClusterSpec", "MeshShape", "Plan", "Software", "check_job", "diff", "explain", "export", "parallelize", "plan",
-    "read_job", "register_rule",
+    "read_job", "register_rule", "software_of",
 ]  # fmt: skip
 
 _LAZY = {
     "check_job": "autopar.jobs.check",
     "diff": "autopar.explaining.diff",
-    "explain": "autopar.explaining.plan_report",
+    "explain": "autopar.report.explained",
     "export": "autopar.jobs.export",
     "read_job": "autopar.targets.registry",
     "Software": "autopar.request.software",
+    "software_of": "autopar.request.frameworks",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.ops.rules",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from autopar.planning.remedies import Ask, remedies
 from autopar.planning.saved_plan import check_plan
 from autopar.request.arguments import check_arguments, check_beside_plan, parsed_cluster
 from autopar.request.pins import Pins
-from autopar.request.plan_request import PlanRequest
+from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, say
 from autopar.runtime.state.precision import (
@@ -46,10 +47,11 @@ from autopar.trace.batches import (
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
-from autopar.trace.embeddings import refuse_max_norm
 from autopar.trace.hit_loops import check_spans
 from autopar.trace.loss_split import split_loss
 from autopar.trace.normalize import normalize
+from autopar.trace.row_limits import take_row_limits
+from autopar.trace.rows_together import in_groups_noted, rows_together
 from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
@@ -86,14 +88,15 @@ def trace(
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
-    with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
-        # our graphs hold batch sizes as expressions, on purpose
-        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
-        dtype = PRECISIONS.get(precision or "")
-        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims)
+    dtype = PRECISIONS.get(precision or "")
+
+    def traced(together: int = 1) -> tuple[TracedModel, int]:
+        """(the model, `together` rows taken for one; what `rows_together` gives for it)."""
+        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims, together)
         notes = normalize(captured.graph)
         check_spans(captured.graph)
         captured = replace(captured, notes=(*captured.notes, *notes))
+        divided, limits = rows_together(captured.graph), take_row_limits(captured)
         split, values = split_loss(captured)
         parameters = uncast_buffers(
             captured.graph, captured.attributes, captured.parameters, kept_buffers
@@ -101,7 +104,17 @@ def trace(
         captured = replace(captured, parameters=parameters)
         if deeper is not None:
             captured = deepened(captured, deeper)
-        return find_segments(captured, split, values)
+        return replace(find_segments(captured, split, values), row_limits=limits), divided
+
+    with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
+        # our graphs hold batch sizes as expressions, on purpose
+        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
+        found, together = traced()
+        if together > 1 and not found.split.joins:
+            with contextlib.suppress(AutoparError):  # as for an example of other rows
+                grouped, _ = traced(together)
+                found = in_groups_noted(grouped) if grouped.split.joins else found
+        return found
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
@@ -133,10 +146,13 @@ def plan(
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
     batch_dims: BatchDims | None = None,
+    headroom: float | str | None = None,
+    tolerance: float = TOLERANCE,
+    runners_up: bool = False,
     target: str | None = None,
 ) -> Plan:
     """Return the best plan for `model` on `cluster` that fits, with a certificate. The best is by
-    default the fastest; see `objective`.
+    default the simplest within `tolerance` of the fastest; see `objective`.
 
     Args:
         model: the model; it may be on the meta device, since only shapes count.
@@ -162,6 +178,11 @@ def plan(
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
         batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
             for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
+        headroom: memory of a device that the plan leaves free: a fraction such as 0.1, or GiB such as 8 or '8GiB'.  By default that of
+            the cluster, or else 10.2 % on GPUs, at which the chance to fit is three quarters, and nothing on CPUs.
+        tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler (`ir/simplicity.py`).  With 0 it is
+            the fastest.
+        runners_up: whether the certificate gets the best plan of each other family of layouts.
         target: search only what this framework can run, such as 'megatron'.  `autopar.export` then says the plan in its words.
 
     Raises:
@@ -170,21 +191,21 @@ def plan(
             memory that a plan needs is known.
     """
     check_arguments(locals())
-    cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
+    cluster, goal = parsed_cluster(cluster).kept_free(headroom), Goal(objective, deadline_s)
     example_inputs = _example(model, example_inputs)
-    batch = global_batch
-    if batch is None:
-        batch = _default_batch(example_inputs, batch_dims, cluster)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
+    default = partial(_default_batch, example_inputs, batch_dims, cluster)
     request = PlanRequest(
         cluster,
-        batch,
+        default(1) if global_batch is None else global_batch,
         Pins.of(pin or {}),
         precision=chosen,
         runnable=runnable,
         model_name=type(model).__name__,
         software=software,
         micro_batch_mean=allow_micro_batch_mean,
+        tolerance=tolerance,
+        runners_up=runners_up,
     )
     captured = captured_in(chosen, runnable)
     if traced is None:
@@ -192,6 +213,8 @@ def plan(
     if target is not None:
         shape, seq = shape_of_module(model), tokens_per_row(traced)
         request = request.within(target_of(target).restriction(shape, seq, cluster.num_devices))
+    if global_batch is None:
+        request = replace(request, global_batch=default(traced.together))
     note = ""
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:
@@ -415,12 +438,10 @@ def _traced_alike(
 
 def prepared(model: nn.Module) -> nn.Module:
     """The model to trace. With Hugging Face models in it: a meta copy, with maskless attention
-    where the architecture allows it. Otherwise `model` itself. Raises AutoparError for
-    embeddings with `max_norm`, which change their weight in forward.
+    where the architecture allows it. Otherwise `model` itself.
     """
     from autopar.models.hf import hf_models, prepare_hf
 
-    refuse_max_norm(model)
     return prepare_hf(meta_copy(model)) if hf_models(model) else model
 
 
@@ -453,12 +474,13 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
 
 
 def _default_batch(
-    example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
+    example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster, together: int
 ) -> int:
-    """The rows of the example batch (along the dims of `batch_dims`, as for `plan`), rounded up to
-    a multiple of the number of devices.
+    """The rows of the example batch, rounded up to whole groups of `together` rows, equally many on
+    each device. `batch_dims` is that of `plan`.
     """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)
     rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)
-    return -(-rows // cluster.num_devices) * cluster.num_devices
+    least = cluster.num_devices * together
+    return -(-rows // least) * least

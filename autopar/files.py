@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,20 @@ def path_of(path: Any, what: str) -> Path:
         )
         raise AutoparError(f"the path of the {what}, {shown(text)}, {why}: give the name of a file")
     return Path(text)
+
+
+def yaml_loader() -> Any:
+    """A class like yaml.SafeLoader that reads numbers as YAML 1.2 does: 24e9 and 1.5e12 are floats.
+    YAML 1.1, and so PyYAML, takes them for texts.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
 
 
 def reason_of(error: BaseException) -> str:

@@ -26,15 +26,12 @@ def pins() -> str:
 
 
 def devices() -> str:
-    """Memory and dense bf16 rate of every device of the catalogue."""
-    rows = (
-        (
-            f"`{name}`",
-            f"{device.memory_bytes / 2**30:.1f} GiB",
-            f"{device.flops['bf16'] / 1e12:,.4g} TFLOP/s",
-        )
-        for name, device in DEVICES.items()
-    )
+    """Memory and dense bf16 rate of every device of the catalogue; of fp16 where there is no bf16."""
+    rows = []
+    for name, device in DEVICES.items():
+        dtype = "bf16" if "bf16" in device.flops else "fp16"
+        rate = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s" + (" (fp16)" if dtype == "fp16" else "")
+        rows.append((f"`{name}`", f"{device.memory_bytes / 2**30:.1f} GiB", rate))
     return _table(("device", "memory", "bf16"), rows)
 
 

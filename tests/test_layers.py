@@ -41,6 +41,7 @@ ROOMS = """
     autopar.recheck
     autopar.explaining
     autopar.api
+    autopar.report
     autopar.verify autopar.calibrate autopar.predict
     autopar.jobs
     autopar.cli

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar_cost_models.constants import OWN_OP_ISSUES
+
 from autopar.annotate.call_kernels import PricedCall, kernel_time
 from autopar.annotate.context_method import context_extra_s
 from autopar.annotate.kernels import KernelTime
 from autopar.annotate.local_class import LocalClass
 from autopar.ir.annotated import Saved, Strategy
-from autopar.ir.calls import is_attention
+from autopar.ir.calls import is_attention, op_name
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ops.dims import Call
+from autopar.ops.fused import FUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ def call_strategy(
         computed.forward_kernels + view,
         computed.backward_kernels + (view and any(call.grads)) + len(added),
     )
+    if op_name(call.node) in FUSED:
+        issued = OWN_OP_ISSUES, OWN_OP_ISSUES * any(call.grads) + len(added)
     return Strategy(
         call.choice.name,
         call.choice.inputs,
@@ -100,12 +105,15 @@ def _sent(
             sent_s[place] += sent
     if local.lowered(call.node) == "expert_parallel":
         x, down = local.facts.tensors[call.names[0]], Call(call.node).arg("down").meta["val"]
-        for place, extra in enumerate(
-            local.pricing.expert_parallel_s(
-                call.read[1], int(x.shape[1]), int(down.shape[0]), local.pricing.itemsize(x)
-            )
+        choices = int(local.facts.tensors[call.names[1]].shape[1])
+        sent = local.pricing.expert_parallel_s(
+            call.read[1], choices, int(x.shape[1]), int(down.shape[0]), local.pricing.itemsize(x)
+        )
+        beside = local.setting.software.dispatch_overlap
+        for place, (extra, own_s) in enumerate(
+            zip(sent, (computed.forward_s, computed.backward_s), strict=True)
         ):
-            sent_s[place] += extra
+            sent_s[place] += local.pricing.exposed_s(own_s if beside else 0.0, extra)
     for one in paid:
         part = local.pricing.sharded(one.size_bytes, call.choice.inputs[one.operand])
         moves = (one.forward, one.backward) if call.grads[one.operand] else (one.forward,)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from math import ceil, gcd, prod
 
 import torch
-from autopar_cost_models import activation_itemsize, collective_time_s, memory_time_s
+from autopar_cost_models import (
+    activation_itemsize,
+    collective_time_s,
+    dispatch_time_s,
+    memory_time_s,
+)
 from autopar_cost_models.roofline import overlapped_s
 from torch.fx import Node
 
@@ -119,19 +124,21 @@ class Pricing:
         )
 
     def expert_parallel_s(
-        self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int
+        self, index_bytes: int, choices: int, hidden: int, experts: int, hidden_itemsize: int
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of the exchanges of expert parallelism.
 
         Forward exchanges row counts, rows to the experts, and their results; backward exchanges the
         gradients of the latter two (`rewrite/lowerings/expert_parallel.py`). `index_bytes` is the
-        size of this rank's (T, K) int64 choices, each of which sends a row of `hidden` elements.
-        Routing is assumed to be even.
+        size of this rank's (T, K) int64 choices, K = `choices`, each of which sends a row of `hidden`
+        elements, or as `Software.dispatch` says. Routing is assumed to be even.
         """
-        ranks = self.setting.mesh.ep
-        rows_s = self.move_s(
-            "all_to_all", index_bytes // 8 * hidden * hidden_itemsize * ranks, "ep"
-        )
+        ranks, stride = self.setting.mesh.ep, self.setting.mesh.stride("ep")
+        size_bytes = index_bytes // 8 * hidden * hidden_itemsize * ranks
+        if self.setting.software.dispatch == "once":
+            rows_s = dispatch_time_s(size_bytes, choices, ranks, stride, self.topology)
+        else:
+            rows_s = self.move_s("all_to_all", size_bytes, "ep")
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:

@@ -152,10 +152,13 @@ def _identity(device: torch.device) -> tuple[str, int, int, str]:
 
 
 _GENERATIONS = {
+    (7, 0): "volta",
+    (7, 5): "turing",
     **dict.fromkeys(((8, 0), (8, 6)), "ampere"),
     (8, 9): "ada",
     (9, 0): "hopper",
     **dict.fromkeys(((10, 0), (10, 3)), "blackwell"),
+    (12, 0): "blackwell-rtx",
 }
 """GPU generation by compute capability."""
 

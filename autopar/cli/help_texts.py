@@ -8,6 +8,7 @@ EXAMPLES = {
         "autopar explain llama3-8b h100:8 --global-batch 64 --pin tp=4,pp=1 --save plan.json",
         "autopar explain my_model:build cluster.yaml --global-batch 256 --runnable",
         "autopar explain llama3-8b dgx-h100:2 --global-batch 64 --objective cost --price 2.5",
+        "autopar explain llama3-8b dgx-h100:8 --global-batch 512 --html report.html --trace trace.json.gz",
         "autopar explain --plan plan.json",
     ),
     "why-not": ("autopar why-not llama3-8b dgx-h100:2 --global-batch 64 --seq 4096 --pin tp=8",),
@@ -26,6 +27,10 @@ EXAMPLES = {
     "diff": ("autopar diff a.json b.json",),
     "replay": ("autopar replay plan.json llama3-8b dgx-h100:1 --seq 4096",),
     "audit": ("autopar audit plan.json llama3-8b dgx-h100:1 --seq 4096",),
+    "trace-diff": (
+        "autopar trace-diff trace.json.gz traces/rank-0.json",
+        "autopar trace-diff trace.json.gz traces/rank-0.json --json",
+    ),
     "check": (
         "autopar check train.sh --cluster dgx-h100:8",
         "autopar check train.sh --cluster dgx-h200:8 --model llama3-70b --measured 8.1s",
@@ -43,6 +48,11 @@ EXAMPLES = {
     "predict": ("autopar predict runs.csv --by gpu", "autopar predict runs.csv --ablate"),
     "calibrate": ("autopar calibrate --nproc 4 --device cpu --output cluster.yaml",),
     "demo": ("autopar demo",),
+    "models": ("autopar models", "autopar models qwen3"),
+    "devices": ("autopar devices", "autopar devices rtx"),
+    "clusters": ("autopar clusters", "autopar clusters aws"),
+    "cluster": ("autopar cluster dgx-h100:4 > mine.yaml",),
+    "init": ("autopar init llama3-8b dgx-h100:8 --global-batch 512 --dir run",),
     "completion": ("autopar completion bash >> ~/.bashrc",),
 }
 """Example command lines, by command."""
@@ -55,6 +65,7 @@ ONE_IF = {
     "diff": "the plans differ",
     "replay": "the simulation disagrees with the plan",
     "audit": "the prices do not sum to the objective",
+    "trace-diff": "the order of ranges differs",
     "verify": "a run is not exact",
     "demo": "the parallel run disagrees with one device",
 }

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import click
+from autopar_cost_models.matmul import SCALINGS
 
 from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
+from autopar.request.pins import parse_pins
+from autopar.request.software import NAMED, Software
 
 
 class Command(click.Command):
@@ -121,15 +127,97 @@ target = click.option("--target", metavar="megatron|...",
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 
 
+headroom = click.option("--headroom", metavar="FRACTION|GiB",
+                        help="Memory of a device to keep free, 0.1 or 8GiB (default: 10.2 % on GPUs).")  # fmt: skip
+tolerance = click.option("--tolerance", type=click.FloatRange(min=0, max=1, max_open=True), default=0.02, show_default=True,
+                         help="Fraction by which a simpler plan may take longer than the fastest.")  # fmt: skip
+
+
+_SOFTWARE = {
+    "software": click.option("--software", metavar="NAME", help="How this framework runs the plan: torchtitan, megatron-core, nemo, "
+                             "deepspeed, nanotron, transformers and others (default: autopar)."),
+    "compiled": click.option("--compile", "compiled", is_flag=True, help="Predict for torch.compile."),
+    "fp8_scaling": click.option("--fp8", "fp8_scaling", type=click.Choice(list(SCALINGS)),
+                                help="Linear layers multiply in fp8, scaled by this recipe."),
+    "attention_kernel": click.option("--attention-kernel", type=click.Choice(NAMED["attention_kernel"]),
+                                     help="Default: the fastest that was measured on the device."),
+    "loss_kernel": click.option("--loss-kernel", type=click.Choice(NAMED["loss_kernel"]), help="Of the cross-entropy."),
+    "state_recipe": click.option("--state-recipe", type=click.Choice(NAMED["state_recipe"]),
+                                 help="Precisions of gradients and optimizer state (default: fp32)."),
+}  # fmt: skip
+"""Options for the software: a framework, and parts by field of `Software`."""
+
+
 def search(command: Callable) -> Callable:
-    """A decorator that adds the options of every command that searches for plans: precision, time
-    limit, runnable, and the mean of micro-batch losses.
+    """A decorator that adds the options of every command that searches for plans: headroom,
+    tolerance, precision, time limit, runnable, the mean of micro-batch losses, and the software.
+    The command gets that as the argument `software`.
     """
-    for option in (micro_batch_mean, runnable, limit, precision):
-        command = option(command)
-    return command
+
+    @wraps(command)
+    def with_software(*args: Any, **given: Any) -> Any:
+        parts = {name: given.pop(name) for name in _SOFTWARE}
+        name = parts.pop("software")
+        software = software_from(parts)
+        if name is not None:
+            at, pin, precision = (given.get(key) for key in ("cluster", "pin", "precision"))
+            software = software_like(name, software, at, parse_pins(pin or ""), precision)
+        return command(*args, **given, software=software)
+
+    found: Callable = with_software
+    others = (micro_batch_mean, runnable, limit, tolerance, headroom, precision)
+    for option in (*_SOFTWARE.values(), *others):
+        found = option(found)
+    return found
 
 
+def software_from(parts: Mapping[str, Any]) -> Software:
+    """The software with the parts, by field, that are neither None nor False; others are the
+    defaults.
+    """
+    fields = {name: value for name, value in parts.items() if value}
+    return Software(**fields, matmul_dtype="fp8" if "fp8_scaling" in fields else None)
+
+
+_RECIPES = {"block": "blockwise"}
+"""Scalings of fp8 that jobs of frameworks call otherwise."""
+
+
+def software_like(
+    name: str,
+    parts: Software,
+    cluster: str | None,
+    pins: Mapping[str, Any],
+    precision: str | None,
+) -> Software:
+    """The software of the framework `name`, with the parts that `parts` has besides the defaults.
+    Pins of tp, pp, dp and zero, the precision and fp8 count as facts of its job, and the devices of
+    the cluster decide its kernel of attention.
+
+    Raises AutoparError for an unknown framework or cluster.
+    """
+    from autopar.request.framework_names import is_deepspeed
+    from autopar.request.frameworks import software_of
+
+    facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
+    if facts.get("zero"):
+        sharded = "fsdp" if facts["zero"] == 3 else "dist_optimizer"
+        facts["sharding"] = "zero" if is_deepspeed(name) else sharded
+    if parts.matmul_dtype == "fp8":
+        recipe = _RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
+        facts |= {"matmul": "fp8", "recipe": recipe}
+    if precision in ("bf16", "fp16", "fp32"):
+        facts["compute"] = precision
+    generation = ClusterSpec.parse(cluster).groups[0].device.generation if cluster else ""
+    base = software_of(name, generation=generation, compiled=parts.compiled, **facts)
+    return replace(base, **{k: v for k, v in parts.as_data().items() if k != "fitted"})
+
+
+tokens = click.option(
+    "--tokens",
+    type=POSITIVE_REAL,
+    help="Tokens to train on, such as 1.4e12: adds days, GPU-hours and dollars.",
+)
 price = click.option(
     "--price",
     type=POSITIVE_REAL,

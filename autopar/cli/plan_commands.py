@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,10 +19,13 @@ import click
 from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
-from autopar.cli import job_commands, options
+from autopar.cli import job_commands, list_commands, options
+from autopar.cli.init import init
+from autopar.cli.pictures import Pictures, picture_options
 from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
-from autopar.cli.session import Asked, Planner, priced_cluster
+from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
+from autopar.cli.trace_diff import trace_diff
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.pins import parse_pins, pins_help
 
@@ -75,9 +79,9 @@ def _brief() -> Iterator[None]:
 def cli() -> None:
     """Plan, explain and verify distributed training of PyTorch models.
 
-    MODEL is a named configuration (llama3-8b), dimensions (gpt:layers=96,hidden=12288,heads=96,vocab=51200), a Hugging Face config
-    (hf:path/to/config.json) or module:function.  CLUSTER is dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4, several of these
-    joined by +, or a YAML file.
+    MODEL is a named model (llama3-8b; `autopar models` lists them), dimensions (gpt:layers=96,hidden=12288,heads=96,vocab=51200), a
+    Hugging Face config (hf:path/to/config.json) or module:function.  CLUSTER is dgx-h100:8 (8 nodes of 8), h100:4 (one node of 4), cpu:4,
+    several of these joined by +, or a YAML file.  `autopar devices` and `autopar clusters` list the names.
     """
 
 
@@ -116,6 +120,7 @@ it.
     help="Throughput to reach, for --objective gpus.",
 )
 @options.price
+@options.tokens
 @options.target
 @options.search
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
@@ -143,6 +148,9 @@ it.
     is_flag=True,
     help="List what is fused into ops of our own, and what nearly is.",
 )
+@click.option("--layers", is_flag=True, help="Also print how each op of a layer runs.")
+@click.option("--verbose", is_flag=True, help="Also print the search space.")
+@picture_options
 @options.as_json
 @click.pass_context
 def explain(
@@ -156,6 +164,7 @@ def explain(
     replays: bool,
     audits: bool,
     fusions: bool,
+    tokens: float | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
@@ -168,14 +177,17 @@ def explain(
     `pin` is a text such as 'tp=8'. `save` is a path to write the plan to. `saved` is the path of
     a plan to explain instead of making one; MODEL, CLUSTER and most options are then refused.
     `replays` and `audits` also check the plan, with exit code 1 if they disagree. `fusions` lists
-    fused ops. `deadline` is in seconds. `as_json`: prints JSON instead of a report. `asked` has
-    the other arguments, as in `Asked`.
+    fused ops. `deadline` is in seconds. `tokens`: says what training on that number of tokens takes.
+    `as_json`: prints JSON instead of a report. `asked` has the other arguments, as in `Asked`, and
+    those of `Pictures`.
     """
+    drawn, detail = Pictures.taken_from(asked), {n: asked.pop(n) for n in ("layers", "verbose")}
     wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
     wanted["objective"] = objective if objective != "time" else None
     if saved is not None:
-        _show_fusion(_explain_saved(saved, wanted, as_json), fusions and not as_json)
+        detail |= {"tokens": tokens}
+        _show_fusion(_explain_saved(saved, wanted, as_json, drawn, detail), fusions and not as_json)
         return
     required = {"MODEL": "model", "CLUSTER": "cluster", "--global-batch": "global_batch"}
     if missing := [name for name, key in required.items() if asked[key] is None]:
@@ -187,7 +199,8 @@ def explain(
         goal = Goal(objective, deadline, tokens_per_second)
         planned = Planner(Asked(**asked), tell)
         try:
-            chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
+            plan_on = partial(planned.plan, runners_up=objective == "time")
+            chosen = choose(goal, plan_on, planned.cluster, pins, tell)
         except NoPlanFits as error:
             _refuse(error, planned, pins, as_json)
         plan = planned.compared_with_free(chosen.plan, pins) if objective == "time" else chosen.plan
@@ -195,10 +208,17 @@ def explain(
         checks: list[Replay | Audit] = (
             [planned.replay(plan, planned.pins_within(pins), chosen.cluster)] if replays else []
         )
-        checks += [planned.audit(plan, planned.pins_within(pins), chosen.cluster)] if audits else []
+        within = planned.pins_within(pins)
+        checks += [planned.audit(plan, within, chosen.cluster)] if audits else []
+        report = planned.report(plan, within, counts, chosen.cluster) if drawn.wanted else None
     if save:
         plan.save(save)
-    _show_plan(plan, as_json, findings, counts, chosen, checks)
+    detail |= {"cluster": chosen.cluster, "tokens": tokens}
+    _show_plan(
+        plan, as_json, findings, counts, chosen=chosen, checks=checks, report=report, detail=detail
+    )
+    if report is not None:
+        drawn.write(report)
     _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
@@ -228,7 +248,6 @@ _NOT_WITH_A_PLAN = {
     "objective": "--objective",
     "deadline": "--deadline",
     "tokens_per_second": "--tokens-per-second",
-    "price": "--price",
     "target": "--target",
     "replay": "--replay (autopar replay is for saved plans)",
     "audit": "--audit (autopar audit is for saved plans)",
@@ -244,9 +263,16 @@ def _show_fusion(plan: Plan, asked: bool) -> None:
         show(fusion_table(plan.fusion))
 
 
-def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> Plan:
-    """Prints the report on the plan file `path`, and returns the plan. Raises AutoparError if
-    options are given (`wanted`) that the plan already decides.
+def _explain_saved(
+    path: str,
+    wanted: Mapping[str, Any],
+    as_json: bool,
+    drawn: Pictures,
+    detail: dict[str, Any],
+) -> Plan:
+    """Prints the report on the plan file `path`, in the detail that `plan_table` takes, draws what
+    `drawn` asks for, and returns the plan. Raises AutoparError if options are given (`wanted`) that
+    the plan already decides.
     """
     if unused := [name for option, name in _NOT_WITH_A_PLAN.items() if wanted[option]]:
         raise AutoparError(
@@ -254,13 +280,20 @@ def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> Plan:
         )
     from autopar.explaining.lints import lint
     from autopar.ir.plan import Plan
+    from autopar.report.report import Report
     from autopar.text.plan_words import named_cluster
 
     plan = Plan.load(path)
     if as_json:
         _note_stale(path, plan)
     cluster = named_cluster(plan)
-    _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
+    if cluster is not None and wanted["price"] is not None:
+        cluster = cluster.with_price(wanted["price"])
+    findings = lint(plan, cluster) if cluster is not None else []
+    report = Report(plan, cluster, findings=findings) if drawn.wanted else None
+    _show_plan(plan, as_json, findings, report=report, detail=detail | {"cluster": cluster})
+    if report is not None:
+        drawn.write(report)
     if not as_json:
         click.echo(
             "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
@@ -277,31 +310,40 @@ def _show_plan(
     counts: dict | None = None,
     chosen: Any = None,
     checks: Sequence[Any] = (),
+    report: Any = None,
+    detail: Mapping[str, Any] | None = None,
 ) -> None:
     """Prints a plan, as JSON or as a report. `findings` are its lints, `counts` its collectives by
     block. `chosen` says what objective it was chosen for, if it was made now; `checks` are its
-    replay and audit.
+    replay and audit. JSON has the numbers of the page `report`, if one is written. `detail` has
+    `cluster`, `tokens`, `layers` and `verbose` of `plan_table`.
     """
     from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
+
+    detail = detail or {}
+    from autopar.text.training_words import training_of
 
     if as_json:
         added = {"lints": [asdict(finding) for finding in findings]} | (
             {"objective": chosen_data(chosen)} if chosen else {}
         )
         added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
+        if (tokens := detail.get("tokens")) is not None:
+            added["training"] = asdict(training_of(plan, tokens, detail["cluster"]))
+        added |= {"report": report.data["report"]} if report is not None else {}
         click.echo(json.dumps(plan_data(plan) | added, indent=1))
         return
     if chosen:
         show(chosen_table(chosen))
-    show(plan_table(plan, counts, chosen and chosen.cluster, findings))
+    show(plan_table(plan, counts, findings=findings, **detail))
     for check in checks:
         show(check.table())
 
 
 def _saved_plan(command: Any) -> Any:
-    """A decorator that gives a click command a saved plan, MODEL, CLUSTER and options that belong
-    to them, and passes the click context.
+    """A decorator that gives a click command a saved plan, and passes the click context. MODEL,
+    CLUSTER and options that belong to them are for plans whose files do not say them.
     """
     for option in (
         options.as_json,
@@ -310,11 +352,11 @@ def _saved_plan(command: Any) -> Any:
             "--pin",
             default="",
             metavar="context_method=...",
-            help="What the plan was made under and does not say itself.",
+            help="What the plan was made under, if its file is of an earlier version.",
         ),
         options.seq,
-        click.argument("cluster"),
-        click.argument("model"),
+        click.argument("cluster", required=False),
+        click.argument("model", required=False),
         click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json"),
     ):
         command = option(command)
@@ -324,8 +366,9 @@ def _saved_plan(command: Any) -> Any:
 @cli.command()
 @_saved_plan
 def replay(ctx: click.Context, **asked: Any) -> None:
-    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1
-    if they disagree.
+    """Simulate a saved plan, priced anew, beside what it predicts.  Exit code 1 if they disagree.
+
+    MODEL and CLUSTER are what the plan says, if they are left out.
     \u000c
     `asked` has the path of the plan, model, cluster, pins and options, as in `_check_saved`.
     """
@@ -335,8 +378,10 @@ def replay(ctx: click.Context, **asked: Any) -> None:
 @cli.command()
 @_saved_plan
 def audit(ctx: click.Context, **asked: Any) -> None:
-    """Price every block and edge of a saved plan of MODEL on CLUSTER from scratch.  Exit code 1 if
-    they do not sum to its objective.
+    """Price every block and edge of a saved plan from scratch.  Exit code 1 if they do not sum to
+    its objective.
+
+    MODEL and CLUSTER are what the plan says, if they are left out.
     \u000c
     `asked` has the path of the plan, model, cluster, pins and options, as in `_check_saved`.
     """
@@ -351,8 +396,8 @@ def _check_saved(
     saved, pins = Plan.load(plan), parse_pins(pin)
     _note_stale(plan, saved)
     with progress(f"{check}ing") as tell:
-        planned = Planner(Asked(global_batch=saved.global_batch, **asked), tell)
-        checked = getattr(planned, check)(saved, pins)
+        planned = Planner(asked_of(saved, **asked), tell)
+        checked = getattr(planned, check)(saved, pins or saved.made_for.pins)
     if as_json:
         click.echo(json.dumps(checked.as_dict(), indent=1))
     else:
@@ -426,7 +471,7 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
 @options.as_json
 def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved
-    ones.
+    ones.  Without --pin and --plan: the best plan of each family of layouts.
     \u000c
     `pins` has one text of pins for each plan to compare, `saved` the paths of plan files.
     `as_json`: prints JSON instead of tables. `asked` has the other arguments, as in `Asked`.
@@ -439,7 +484,8 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
         planned = Planner(Asked(**asked), tell)
-        entries = compare(planned.plan, planned.cluster, parsed, plans)
+        plan_on = partial(planned.plan, runners_up=not pins and not saved)
+        entries = compare(plan_on, planned.cluster, parsed, plans)
     if as_json:
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
     else:
@@ -495,7 +541,7 @@ def sweep(
     with progress("planning") as tell:
         from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
-        spec = priced_cluster(asked["cluster"], asked["price"])
+        spec = priced_cluster(asked["cluster"], asked["price"]).kept_free(asked["headroom"])
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
         planned = Planner(Asked(global_batch=global_batch[0], **asked), tell)
         found = sweep(
@@ -603,5 +649,12 @@ def _note_stale(path: str, plan: Any) -> None:
         click.echo(f"Note: {path} was {note}", err=True)
 
 
-for command in (*job_commands.COMMANDS, verify, predict, calibrate, demo, completion):
+_LISTS = (
+    list_commands.models,
+    list_commands.devices,
+    list_commands.clusters,
+    list_commands.cluster,
+)
+_OTHERS = (verify, predict, calibrate, demo, init, trace_diff, completion)
+for command in (*job_commands.COMMANDS, *_OTHERS, *_LISTS):
     cli.add_command(command)

@@ -97,33 +97,48 @@ def verify(
 )
 @click.option(
     "--by",
-    type=click.Choice(["source", "gpu", "dtype", "framework", "generation", "family"]),
-    help="Print the scores of each source, GPU, dtype, framework, generation of GPUs or family of models too.",
+    type=click.Choice(["source", "gpu", "dtype", "framework", "generation", "family", "model"]),
+    help="Print the scores of each source, GPU, dtype, framework, generation of GPUs, family or model too.",
 )
 @click.option(
-    "--loso",
-    is_flag=True,
-    help="Fit the constants on the files' runs, and without each source in turn (leave one source out).",
+    "--leave-out",
+    type=click.Choice(["source", "model"]),
+    help="Fit the constants on the files' runs, and without each source or model in turn.",
 )
+@click.option("--loso", is_flag=True, help="The same as --leave-out source.")
 @click.option(
     "--ablate",
     is_flag=True,
     help="Predict the runs with each mechanism of the cost model switched off in turn.",
 )
 @options.as_json
-def predict(runs: tuple[str, ...], by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
+def predict(
+    runs: tuple[str, ...],
+    by: str | None,
+    leave_out: str | None,
+    loso: bool,
+    ablate: bool,
+    as_json: bool,
+) -> None:
     """Predict the measured training runs of CSV files, and score the predictions.
     \u000c
     `runs` has the paths of the files. `by` (such as 'source' or 'gpu') adds scores of each group.
-    `loso` fits constants instead, also without each source in turn. `ablate` instead predicts
-    with each mechanism of the cost model switched off. `as_json`: prints JSON instead of tables.
+    `leave_out` fits constants instead, also without each source or model in turn; `loso` does so by
+    source. `ablate` instead predicts with each mechanism of the cost model switched off.
+    `as_json`: prints JSON instead of tables.
 
     Raises AutoparError if both are asked for, or if no run can be predicted.
     """
-    if loso and ablate:
-        raise AutoparError("--loso and --ablate are two reports: ask for one at a time")
-    if loso or ablate:
-        (_fit if loso else _ablate)(runs, as_json)
+    leave_out = leave_out or ("source" if loso else None)
+    if leave_out and ablate:
+        raise AutoparError(
+            f"--leave-out {leave_out} and --ablate are two reports: ask for one at a time"
+        )
+    if leave_out:
+        _fit(runs, leave_out, as_json)
+        return
+    if ablate:
+        _ablate(runs, as_json)
         return
     from autopar.predict.command import predict_files
     from autopar.predict.report import WIDTH, report_json, report_table
@@ -165,19 +180,20 @@ def _complete_runs(paths: Sequence[str]) -> list[Run]:
     return found
 
 
-def _fit(paths: Sequence[str], as_json: bool) -> None:
+def _fit(paths: Sequence[str], by: str, as_json: bool) -> None:
     from autopar.predict.fit import fit, sensitivities
     from autopar.predict.report import WIDTH, fit_json, fit_table
+    from autopar.predict.score import GROUPINGS
 
     runs = _complete_runs(paths)
     with progress("predicting") as tell:
         from autopar.predict.evaluate import evaluate
 
-        found = fit(sensitivities(runs, evaluate, tell))
+        found = fit(sensitivities(runs, evaluate, tell), by)
     if as_json:
         click.echo(fit_json(found))
     else:
-        show(fit_table(found), WIDTH)
+        show(fit_table(found, {run.id: GROUPINGS["family"](run) for run in runs}), WIDTH)
 
 
 def _ablate(paths: Sequence[str], as_json: bool) -> None:

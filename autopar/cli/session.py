@@ -8,13 +8,14 @@ cluster is reported at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.request.pins import Pins
+from autopar.request.software import Software
 
 if TYPE_CHECKING:
     from autopar.explaining.lints import Finding
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.planning.remedies import Ask, Remedies
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
+    from autopar.report.report import Report
     from autopar.request.plan_request import PlanRequest
     from autopar.request.restriction import Restriction
 
@@ -30,11 +32,12 @@ if TYPE_CHECKING:
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
     the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
-    `price` in dollars per device-hour. `target` is the framework whose limits plans keep, or None.
+    `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
+    `target` is the framework whose limits plans keep, or None.
     """
 
     model: str
-    cluster: str
+    cluster: str | Cluster
     global_batch: int
     seq: int | None = None
     precision: str | None = None
@@ -42,6 +45,9 @@ class Asked:
     runnable: bool = False
     micro_batch_mean: bool = False
     price: float | None = None
+    software: Software = field(default_factory=Software)
+    headroom: str | None = None
+    tolerance: float = 0.02
     target: str | None = None
 
 
@@ -52,7 +58,8 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.cluster = priced_cluster(asked.cluster, asked.price)
+        self.asked = asked
+        self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
@@ -66,7 +73,10 @@ class Planner:
             asked.precision or choose_precision(self.cluster),
             asked.runnable,
             self.spec.name,
+            software=asked.software,
             micro_batch_mean=asked.micro_batch_mean,
+            model_text=asked.model,
+            tolerance=asked.tolerance,
         )
         self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
@@ -95,10 +105,12 @@ class Planner:
         global_batch: int | None = None,
         seq: int | None = None,
         time_limit_s: float | None = None,
+        runners_up: bool = False,
         within_target: bool = True,
     ) -> Plan:
         """The best plan under the pins `pin`. Other arguments override the request where they are
-        not None. `within_target=False` leaves out the limits of the command's target. Raises AutoparError like `api.plan_traced`.
+        not None. `runners_up`: with the best plan of each family. `within_target=False` leaves out
+        the limits of the command's target. Raises AutoparError like `api.plan_traced`.
         """
         from autopar import api
 
@@ -107,6 +119,7 @@ class Planner:
             pin=Pins.of(pin),
             cluster=cluster or self.cluster,
             global_batch=global_batch or self.request.global_batch,
+            runners_up=runners_up,
         )
         if self.target and within_target:
             request = request.within(self._restriction(request.cluster, seq))
@@ -171,6 +184,27 @@ class Planner:
 
         return block_collectives(as_planned(self.traced(), plan), plan)
 
+    def report(
+        self,
+        plan: Plan,
+        pin: Mapping[str, Any],
+        counts: dict,
+        cluster: Cluster | None = None,
+    ) -> Report:
+        """The report (`Report`) on a plan that was made under the pins `pin` for `cluster`
+        (default: that of the request), with its simulated step. `counts` are its collectives.
+        """
+        from autopar.report.command_line import command_line
+        from autopar.report.explained import full_report
+
+        self.tell("simulating the step")
+        request = self._made_for(plan, pin, cluster)
+        is_part = cluster is not None and cluster.name != self.cluster.name
+        given = self.asked.cluster
+        on = given if isinstance(given, str) and not is_part else plan.cluster_name
+        words = command_line(plan, self.asked.model, on, self.asked.seq)
+        return full_report(plan, self.traced(), request, counts, words)
+
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The result (`Replay`) of simulating a plan that was made under the pins `pin` for
         `cluster` (default: that of the request). Raises AutoparError if it is for another model or
@@ -232,9 +266,40 @@ class Planner:
         return lint(plan, cluster or self.cluster, as_planned(self.traced(), plan))
 
 
-def priced_cluster(text: str, price: float | None) -> Cluster:
-    """The cluster that a text names, such as 'dgx-h100:8' or a YAML file. `price`, in dollars per
+def asked_of(
+    plan: Plan, model: str | None, cluster: str | None, seq: int | None, precision: str | None
+) -> Asked:
+    """The request for which a saved plan was made. Arguments that are not None replace what the
+    plan says.
+
+    Raises AutoparError if the plan's file says no model or cluster, and none is given.
+    """
+    from autopar.text.plan_words import named_cluster
+
+    made_for = plan.made_for
+    model = model or made_for.model
+    at = cluster or named_cluster(plan)
+    if not model or at is None:
+        missing = "MODEL" if not model else "CLUSTER"
+        raise AutoparError(
+            f"the plan's file does not say {'what names its model' if not model else 'its whole cluster'}: give {missing}, as in "
+            f"autopar audit plan.json {plan.model_name} {plan.cluster_name}"
+        )
+    return Asked(
+        model=model,
+        cluster=at,
+        global_batch=plan.global_batch,
+        seq=seq or (made_for.seq if model == made_for.model else None) or None,
+        precision=precision or plan.precision,
+        runnable=made_for.runnable,
+        micro_batch_mean=plan.micro_batch_mean,
+        software=Software.from_data(made_for.software),
+    )
+
+
+def priced_cluster(text: str | Cluster, price: float | None) -> Cluster:
+    """The cluster that a text names, such as 'dgx-h100:8' or a YAML file, or itself. `price`, in dollars per
     device-hour, replaces its own unless it is None.
     """
-    spec = ClusterSpec.parse(text)
+    spec = ClusterSpec.parse(text) if isinstance(text, str) else text
     return spec if price is None else spec.with_price(price)

@@ -10,7 +10,8 @@ from autopar.errors import AutoparError
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.request.pins import check_pin_names, first_difference, pin_text
+from autopar.request.pins import check_pin_names, first_difference, pin_text, pins_of_entry
+from autopar.request.software import software_words
 from autopar.text.device_words import fullest_rank
 from autopar.text.plan_words import (
     TIME_WORDS,
@@ -49,13 +50,7 @@ class Impossible:
 
 
 def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> None:
-    """Raises AutoparError if there is nothing to compare, if a pin is unknown, or if pins or a
-    saved plan are named twice.
-    """
-    if not pins and not saved:
-        raise AutoparError(
-            "compare needs at least one --pin or --plan, for example --pin tp=8 --pin tp=4,zero=1"
-        )
+    """Raises AutoparError if a pin is unknown, or if pins or a saved plan are named twice."""
     for number, pin in enumerate(pins):
         check_pin_names(pin)
         if pin in pins[:number]:
@@ -72,7 +67,8 @@ def compare(
     saved: Sequence[tuple[str, Plan]],
 ) -> list[Entry | Impossible]:
     """The best plan, the best plan under each of `pins`, and the `saved` plans (name, plan), as
-    entries in this order. `plan_on` plans under pins on a cluster.
+    entries in this order. `plan_on` plans under pins on a cluster. Without pins and saved plans,
+    the other plans are the runners-up of the best one's certificate.
 
     Impossible pins, and a saved plan for another request, give an `Impossible` with the reason.
     Raises AutoparError if there is no plan even without pins.
@@ -88,7 +84,18 @@ def compare(
             entries.append(Entry(pin_text(pin), plan_on(pin, cluster)))
         except AutoparError as error:
             entries.append(Impossible(pin_text(pin), str(error)))
+    if not pins and not saved:
+        entries += _families(plan_on, cluster, best)
     return entries + [_saved_entry(name, plan, best) for name, plan in saved]
+
+
+def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[Entry | Impossible]:
+    """An entry for each runner-up of the certificate of `best`, by the name of its family."""
+    for entry in best.certificate.runners_up:
+        if entry["time_s"] is None:
+            yield Impossible(entry["family"], "no plan that fits was found")
+        else:
+            yield Entry(entry["family"], plan_on(pins_of_entry(entry), cluster))
 
 
 def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
@@ -151,6 +158,8 @@ class CompareTable:
             f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}",
             style="bold",
         )
+        if best.made_for.cluster:
+            yield Text(f"Software: {software_words(best.made_for.software)}.")
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
         width = max(room // at_once - 2, _PLAN_WIDTH)
@@ -196,7 +205,10 @@ class CompareTable:
         rows += [
             ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
             ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
-            ("tokens per second", [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans]),
+            (
+                f"{plans[0].made_for.rows} per second",
+                [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans],
+            ),
             ("model FLOPs utilization", [percent(plan.predicted.mfu) for plan in plans]),
             (
                 f"memory of {gib(fullest[0][1])}" if alike else "memory",
@@ -206,7 +218,9 @@ class CompareTable:
         ]
         costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
         if None not in costs:
-            rows.append(("cost of a million tokens", [f"${cost:.4g}" for cost in costs]))
+            rows.append(
+                (f"cost of a million {plans[0].made_for.rows}", [f"${cost:.4g}" for cost in costs])
+            )
         rows += _part_rows(plans)
         certificates = [plan.certificate for plan in plans]
         proofs = [f"{found.status}, gap {gap_words(found.gap)}" for found in certificates]

@@ -16,7 +16,13 @@ def time_parts(one: Plan, other: Plan) -> list[tuple[str, float, float]]:
 
     If only one plan is a pipeline, the parts that its breakdown combines are combined for both.
     """
-    first, second = one.predicted.breakdown, other.predicted.breakdown
+    return breakdown_parts(one.predicted.breakdown, other.predicted.breakdown)
+
+
+def breakdown_parts(
+    first: Mapping[str, float], second: Mapping[str, float]
+) -> list[tuple[str, float, float]]:
+    """The same for two breakdowns, which map parts to seconds."""
     if ("stages" in first) != ("stages" in second):
         first, second = _with_stages(first), _with_stages(second)
     return [(part, first.get(part, 0.0), second.get(part, 0.0)) for part in {**first, **second}]

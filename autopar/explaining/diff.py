@@ -114,6 +114,9 @@ def _identity(one: Plan, other: Plan) -> Iterator[Difference]:
     yield from _fields("model", one, other, ("model_name", "model_hash"))
     yield from _fields("cluster", one, other, ("cluster_name", "cluster_hash"))
     yield from _fields("cost model", one, other, ("cost_model_version",))
+    yield from _fields(
+        "made for", one.made_for, other.made_for, ("model", "seq", "rows", "software")
+    )
 
 
 def _choices(one: Plan, other: Plan) -> Iterator[Difference]:

@@ -12,24 +12,34 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autopar.explaining.runners_up import preference_words, runners_up_table
 from autopar.ir.cluster import Cluster
-from autopar.ir.mesh import mesh_words
+from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan, Certificate, Prediction
-from autopar.text.device_words import fullest_rank, groups_by_rank, kinds
+from autopar.request.software import software_words
+from autopar.text.device_words import (
+    assumed_words,
+    fullest_rank,
+    groups_by_rank,
+    kinds,
+    misfit_chance,
+)
 from autopar.text.layout_words import collectives, describe, interesting, layouts
+from autopar.text.measured import evidence
 from autopar.text.plan_words import (
+    DETAIL_WORDS,
     MEMORY_WORDS,
     OFFLOAD_WORDS,
     TIME_WORDS,
     dollars_per_million_tokens,
     named_cluster,
     placement_words,
-    sharing_words,
     staleness,
 )
 from autopar.text.tables import grid
-from autopar.text.units import WIDTH, gap_words, gib, ms, percent
+from autopar.text.training_words import total_words, training_of, training_words
+from autopar.text.units import PROVED, WIDTH, gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -37,7 +47,18 @@ if TYPE_CHECKING:
 
     from autopar.explaining.lints import Finding
 
-RUNNERS_UP = 4
+_NO_GAIN = 5e-4
+"""Fraction of a step below which more memory is said to gain nothing."""
+_LIKELY = 5e-4
+"""Chance not to fit from which it is printed."""
+DETAIL_SHARE = 1e-3
+"""Share of the stages from which a part of them is shown."""
+LAYOUT_LEGEND = (
+    "R: replicated.  S(d): sharded along dim d.  P: partial sums.  R/P: replicated, gradients partial.\n"
+    "Column-parallel shards what a layer computes, row-parallel what it sums over.\n"
+)
+"""The words of the tables of blocks."""
+LAYERS_HINT = "How each op of a layer runs: --layers.  The search space: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
@@ -66,12 +87,17 @@ def plan_table(
     counts: BlockCounts | None = None,
     cluster: Cluster | None = None,
     findings: Sequence[Finding] = (),
+    tokens: float | None = None,
+    layers: bool = True,
+    verbose: bool = True,
 ) -> Group:
     """The report on a plan as a rich renderable.
 
     `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
-    the warnings of `lints.lint` to show.
+    the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
+    takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
+    with the search space.
     """
     from rich.console import Group
     from rich.text import Text
@@ -82,15 +108,17 @@ def plan_table(
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
     ranks = [_ranks(plan, cluster or named_cluster(plan))] if plan.devices else []
     parts += [
-        _summary(plan, cluster),
+        _summary(plan, cluster, tokens),
         *ranks,
         _time(plan),
         _memory(plan),
-        _certificate(plan.certificate),
-        *_runners_up(plan),
+        _certificate(plan, cluster or named_cluster(plan), verbose),
+        *runners_up_table(plan),
     ]
     if plan.mesh.active and plan.mesh.active != ("dp",):
-        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
+        shown = plan.blocks if layers else ()
+        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in shown]
+        parts.append(Text(LAYOUT_LEGEND if layers else LAYERS_HINT))
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(Text(f"Every op runs whole on its device{where}.\n"))
@@ -105,14 +133,19 @@ def plan_table(
     if plan.notes:
         parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
     if plan.runnable:
-        remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
-        parts.append(
-            Text(
-                f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}",
-                style="yellow",
-            )
-        )
+        parts.append(Text(_runnable_words(plan), style="yellow"))
     return Group(*parts)
+
+
+def _runnable_words(plan: Plan) -> str:
+    """How to get a plan like this one that the engine runs."""
+    if plan.runnable.startswith("a graph captured in "):
+        return (
+            f"This plan is a prediction.  To train with it, plan with --runnable (runnable=True in Python), which captures the model in "
+            f"{plan.precision}."
+        )
+    remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
+    return f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}"
 
 
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
@@ -153,26 +186,39 @@ def _choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str
         what = OFFLOAD_WORDS.get(plan.offload, plan.offload)
         yield "offload", f"{what}: {held}{_share_words(cluster, plan.predicted)}"
     yield "precision", plan.precision
+    if plan.made_for.cluster:  # files of earlier versions do not say it
+        yield "software", software_words(plan.made_for.software)
+    if cluster and (assumed := assumed_words(cluster)):
+        yield "efficiencies", assumed
 
 
 def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]]:
     predicted = plan.predicted
     yield "predicted step time", ms(predicted.step_time_s)
-    yield "tokens per second", f"{predicted.tokens_per_s:,.0f}"
-    yield "model FLOPs utilization", percent(predicted.mfu)
+    if cluster and len(cluster.groups) == 1 and (known := evidence(plan, cluster.device.name)):
+        yield "such predictions", str(known)
+    yield f"{plan.made_for.rows} per second", f"{predicted.tokens_per_s:,.0f}"
+    yield "model FLOPs utilization", f"{percent(predicted.mfu)} (causal attention counts half)"
     if cluster:
         peak, capacity = fullest_rank(plan, cluster)
         share = f" of {gib(capacity)} ({percent(peak / capacity)})"
         yield "memory per device", gib(peak) + share
+        chance = misfit_chance(plan, cluster)
+        if chance is not None and chance >= _LIKELY:
+            yield "chance that it does not fit", percent(chance)
     else:
         yield "memory per device", gib(max(predicted.peak_memory_bytes, default=0))
     dollars = dollars_per_million_tokens(plan, cluster)
     if dollars is not None:
-        yield "cost of a million tokens", f"${dollars:.4g}"
+        yield f"cost of a million {plan.made_for.rows}", f"${dollars:.4g}"
 
 
-def _summary(plan: Plan, cluster: Cluster | None) -> Table:
-    return grid("Plan", ("", ""), summary_rows(plan, cluster))
+def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table:
+    rows = summary_rows(plan, cluster)
+    if tokens is not None:
+        at = training_of(plan, tokens, cluster or named_cluster(plan))
+        rows.append((total_words(plan, tokens), training_words(plan, at)))
+    return grid("Plan", ("", ""), rows)
 
 
 def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
@@ -194,17 +240,32 @@ def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
 
 def _time(plan: Plan) -> Table:
     total = plan.predicted.step_time_s or 1.0
-    parts = {name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds}
-    rows = [
-        (TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total))
-        for name, seconds in parts.items()
-    ]
+    rows = []
+    for name, seconds in plan.predicted.breakdown.items():
+        if seconds:
+            rows.append((TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total)))
+        details = _details(plan, seconds) if name in ("stages", "forward") else ()
+        rows += [(f"  {words}", ms(part_s), percent(part_s / total)) for words, part_s in details]
     return grid(
         "Where the step's time goes",
         ("part", "time", "share"),
         [*rows, ("step", ms(total), percent(1.0))],
         right=(1, 2),
     )
+
+
+def _details(plan: Plan, stages_s: float) -> Iterator[tuple[str, float]]:
+    """What the stages of a pipeline do, as (words, seconds of a step). Without a pipeline only the
+    communication that the parts of the step hide: that of experts and of sharded parameters.
+    """
+    found = plan.predicted.details
+    pipelined = "stages" in plan.predicted.breakdown
+    for name, words in DETAIL_WORDS.items():
+        if name in found and (pipelined or name in ("experts", "parameters")):
+            yield words if pipelined else f"{words}, in forward and backward", found[name]
+    rest_s = stages_s - sum(found.values())
+    if pipelined and found and rest_s > DETAIL_SHARE * stages_s:
+        yield "layout changes (tensor parallelism)", rest_s
 
 
 def _memory(plan: Plan) -> Table:
@@ -229,70 +290,45 @@ def outcome_counts(certificate: Certificate) -> dict[str, int]:
     return counts
 
 
-def _certificate(certificate: Certificate) -> Table:
-    counts = outcome_counts(certificate)
-    outcomes = ("chosen", "solved", "pruned", "too large", "infeasible", "unexplored")
-    considered = ", ".join(f"{counts[k]} {k}" for k in outcomes if k in counts)
-    rows = [
-        ("status", certificate.status),
-        ("objective", ms(certificate.objective_s)),
-        ("lower bound", ms(certificate.bound_s)),
-        ("gap", gap_words(certificate.gap)),
-        ("candidates", f"{len(certificate.meshes)}: {considered}"),
-        ("solve time", f"{certificate.solve_time_s:.2f} s"),
-        ("space", certificate.space),
-    ]
+def _certificate(plan: Plan, cluster: Cluster | None, verbose: bool) -> Table:
+    proof = plan.certificate
+    rows = [("status", _status_words(proof)), ("objective", ms(proof.objective_s))]
+    if proof.gap > PROVED:
+        rows.append(("lower bound", ms(proof.bound_s)))
+    if words := preference_words(plan):
+        rows.append(("simplicity", words))
+    if words := _headroom_words(plan, cluster):
+        rows.append(("headroom", words))
+    rows.append(("candidates", f"{len(proof.meshes):,}"))
+    rows += [("space", proof.space)] if verbose else []
     return grid("Certificate", ("", ""), rows)
 
 
-def _runners_up(plan: Plan) -> list[Table]:
-    """A list with one table of the (at most `RUNNERS_UP`) next-best candidates; [] if there are
-    none. Solved ones are listed with their time, pruned ones with the bound that excluded them.
-    Each mesh with its ZeRO and recomputation is listed once.
-    """
-    known: dict[tuple, tuple[float, str, dict]] = {}
-    for entry in plan.certificate.meshes:
-        solved = entry["outcome"] == "solved"
-        time_s = (
-            entry.get("time_s")
-            if solved
-            else entry.get("bound_s")
-            if entry["outcome"] == "pruned"
-            else None
-        )
-        if time_s is None:
-            continue
-        choices = entry["zero"], entry.get("shard", 0), entry["recompute"]
-        key = (*entry["mesh"].values(), *choices)
-        if key not in known or time_s < known[key][0]:
-            known[key] = (time_s, "solved" if solved else "at least", entry)
-    best = sorted(known.values(), key=lambda item: item[0])[:RUNNERS_UP]
-    if not best:
-        return []
-    rows = []
-    for time_s, how, entry in best:
-        zero = sharing_words(entry["zero"], entry.get("shard", 0))
-        words = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), zero, entry["recompute"])
-        rows.append(
-            (
-                *words,
-                ("at least " if how == "at least" else "") + ms(time_s),
-                f"{time_s / plan.predicted.step_time_s:.3f} x",
-            )
-        )
-    return [
-        grid(
-            "Runners-up",
-            ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"),
-            rows,
-            right=(4, 5),
-        )
-    ]
+def _status_words(proof: Certificate) -> str:
+    if proof.gap <= PROVED:
+        return f"optimal, to within {percent(PROVED)}"
+    return f"{proof.status}, gap {gap_words(proof.gap)}"
+
+
+def _headroom_words(plan: Plan, cluster: Cluster | None) -> str:
+    """What is kept free on each device, and what that costs, as text; '' if nothing is."""
+    proof = plan.certificate
+    if not proof.headroom:
+        return ""
+    kept = headroom_words(proof.headroom)
+    if cluster is not None and proof.headroom < 1 and len(cluster.groups) == 1:
+        kept = f"{gib(proof.headroom * cluster.device.memory_bytes)} ({kept})"
+    if proof.unlimited_s is None:
+        return f"{kept} kept free"
+    saved = 1 - proof.unlimited_s / plan.predicted.step_time_s
+    if saved <= _NO_GAIN:
+        return f"{kept} kept free, which costs this layout no time"
+    return f"{kept} kept free; with it this layout would take {ms(proof.unlimited_s)}, {percent(saved)} less"
 
 
 def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
     number = len(block.segments)
-    title = f"Block {block.name}" + (
+    title = f"Block {block.segments[0]}" + (
         f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else ""
     )
     if block.recompute != "none":

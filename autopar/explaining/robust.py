@@ -22,7 +22,8 @@ from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
-from autopar.request.pins import choices_of, is_recompute, pins_of
+from autopar.request.pins import choices_of, pins_of, pins_of_entry
+from autopar.text.device_words import misfit_chance
 from autopar.text.plan_words import PlanOn, layout_words, short_words
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
@@ -281,7 +282,7 @@ class _Pricing:
         plans = []
         for entry in entries[:MOST_NEAR]:
             tell(f"pricing {mesh_words(entry['mesh'])}")
-            plan = self.plan({**self.pin, **_pins_of_entry(entry)}, self.cluster)
+            plan = self.plan({**self.pin, **pins_of_entry(entry)}, self.cluster)
             if plan is not None and plan.predicted.step_time_s <= limit_s:
                 plans.append(plan)
         return sorted(plans, key=lambda plan: plan.predicted.step_time_s), len(entries[MOST_NEAR:])
@@ -299,20 +300,6 @@ def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
             and least_s <= limit_s
         ):
             yield entry
-
-
-def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The pins that reproduce a candidate in a certificate. The schedule of a pipeline that was not
-    solved is unknown and stays free. `recompute` is missing if layers differ.
-    """
-    pins = (
-        entry["mesh"]
-        | {key: entry[key] for key in ("micro_batch", "zero")}
-        | {"shard": entry.get("shard", 0)}
-    )
-    if entry["mesh"]["pp"] > 1 and entry["outcome"] == "solved":
-        pins |= {"schedule": entry["schedule"], "vpp": entry["stages_per_rank"]}
-    return pins | ({"recompute": entry["recompute"]} if is_recompute(entry["recompute"]) else {})
 
 
 def _has(cluster: ClusterSpec, name: str) -> bool:
@@ -419,6 +406,7 @@ def _priced_data(found: Robustness, one: Priced) -> dict[str, Any]:
         "choices": choices_of(one.plan),
         "step_time_s": one.plan.predicted.step_time_s,
         "peak_memory_bytes": max(one.plan.predicted.peak_memory_bytes),
+        "misfit_chance": misfit_chance(one.plan, found.cluster),
         "worst_regret": regret,
         "worst_scenario": str(scenario),
         "does_not_fit": [str(found.scenarios[number]) for number in found.misfits(one)],
@@ -454,6 +442,7 @@ def robust_table(found: Robustness) -> Group:
         ),
         Text(
             f"Chosen: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {gib(max(plan.predicted.peak_memory_bytes))}."
+            f"{_chance_words(found)}"
         ),
         Text(_verdict(found, found.chosen)),
         grid(
@@ -512,6 +501,13 @@ def _verdict(found: Robustness, one: Priced) -> str:
             else "nothing does."
         )
     return text
+
+
+def _chance_words(found: Robustness) -> str:
+    chance = misfit_chance(found.chosen.plan, found.cluster)
+    if chance is None:
+        return ""
+    return f"  The chance that it does not fit is {percent(chance)}, by the measured error of predicted memory."
 
 
 def _near_parts(found: Robustness) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
+from autopar.request.software import software_words
 from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
 from autopar.text.tables import grid
 from autopar.text.units import gap_words, gib, ms, percent
@@ -332,7 +333,9 @@ def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
     at = found.rows[0].point
     same = ", ".join(at.words(axis) for axis in _HEADS if axis not in varied and getattr(at, axis))
+    software = [software_words(row.plan.made_for.software) for row in found.planned[:1]]
     lines = [
+        *(f"Software: {words}." for words in software),
         f"{f'All points: {same}.  ' if same else ''}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first "
         f"row's.  {unit}: {cost} for a million tokens.  *: on the Pareto front of step time, cost and memory.",
         *(
@@ -351,7 +354,7 @@ def _where(row: Row | Unplanned, varied: Sequence[str]) -> str:
 
 
 def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
-    numbers = ("step ms", "tok/s/GPU", "eff. %", "GiB", unit, "")
+    numbers = ("step", "tok/s/GPU", "eff. %", "GiB", unit, "")
     heads = (*(_HEADS[axis] for axis in varied), "plan", *numbers)
     rows = []
     for row, best in zip(found.rows, pareto(found.rows), strict=True):
@@ -361,7 +364,7 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
             continue
         values = (
             short_words(row.plan),
-            ms(row.plan.predicted.step_time_s).removesuffix(" ms"),
+            ms(row.plan.predicted.step_time_s),
             f"{row.rate:,.0f}",
             f"{100 * found.efficiency(row):.1f}",
             gib(row.peak_bytes).removesuffix(" GiB"),

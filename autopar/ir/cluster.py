@@ -24,8 +24,9 @@ from autopar_cost_models import (
     home_of,
 )
 from autopar_cost_models import device as catalogue_device
-from autopar_cost_models.catalogue import ETHERNET
+from autopar_cost_models.catalogue import ETHERNET, reason_against
 from autopar_cost_models.checks import finite, nearest
+from autopar_cost_models.memory_error import HEADROOM
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
@@ -33,12 +34,15 @@ from autopar.ir.cluster_parts import (
     check_keys,
     default_links,
     device_from,
+    headroom_of,
+    headroom_words,
     host_from,
     link_from,
     link_of,
-    number,
+    related_links,
     written,
 )
+from autopar.ir.quantities import quantity
 from autopar.ir.yaml_text import read_yaml, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
@@ -51,6 +55,7 @@ _KEYS = (
     *_NETWORK_KEYS,
     "memory_bytes",
     "price_per_device_hour",
+    "headroom",
     *_LINK_KEYS,
     "host",
 )
@@ -78,6 +83,8 @@ class ClusterSpec:
         price_per_device_hour: dollars, or None if it is not known.  The price is not part of `spec_hash`, so a plan stays valid when it
             changes.
         host: each device's share of its host, or None if it is not known.  By default that of the catalogue's device.
+        headroom: memory of a device that plans leave free: a fraction if it is below 1, else GiB.  None means that nothing is said,
+            see `kept_free`.  It is not part of `spec_hash`.
     """
 
     name: str
@@ -85,6 +92,7 @@ class ClusterSpec:
     topology: Topology
     price_per_device_hour: float | None = None
     host: Host | None = None
+    headroom: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
@@ -109,6 +117,21 @@ class ClusterSpec:
             )
         if price is not None:
             object.__setattr__(self, "price_per_device_hour", float(price))
+        if self.headroom is not None:
+            object.__setattr__(self, "headroom", headroom_of(self.headroom))
+            if self.room_bytes <= self.device.reserved_bytes:
+                raise AutoparError(
+                    f"cluster {self.name}: a headroom of {headroom_words(self.headroom)} leaves nothing of "
+                    f"{self.device.memory_bytes / 2**30:.2f} GiB of memory"
+                )
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes of a device that a plan may take: its memory without the headroom, if one is
+        set.
+        """
+        memory_bytes, kept = self.device.memory_bytes, self.headroom or 0.0
+        return memory_bytes - int(kept * (memory_bytes if kept < 1 else 2**30))
 
     @property
     def num_devices(self) -> int:
@@ -167,6 +190,10 @@ class ClusterSpec:
         kind, colon, count_text = text.partition(":")
         kind = kind.lower()
         if kind not in NODES and kind not in DEVICES:
+            if reason := reason_against(kind):
+                raise AutoparError(
+                    f"cluster {shown(text)}: {reason}; autopar plans for PyTorch on CUDA, ROCm and CPUs"
+                )
             raise AutoparError(
                 f"cluster {shown(text)}: unknown preset {shown(kind)}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})"
             )
@@ -193,6 +220,7 @@ class ClusterSpec:
         oversubscription: float = 1.0,
         fitted: FittedConstants = FITTED,
         host: Host | Mapping[str, Any] | None = None,
+        headroom: float | str | None = None,
         **links: float | str | None,
     ) -> ClusterSpec:
         """Return a cluster from keyword arguments.  What is left out comes from the node preset of the catalogue's device.
@@ -209,6 +237,7 @@ class ClusterSpec:
             oversubscription: of the network between nodes, see `autopar_cost_models.topology`.
             fitted: constants of the catalogue's device and links.
             host: each device's share of its host, or the fields of `Host`.  Plans that offload need it.
+            headroom: memory of a device that plans leave free, as for `plan`.
             **links: the fields of `Link`, after `intra_` (inside a node) or `inter_` (between nodes).  `bandwidth_Bps` is the line rate
                 in bytes per second, per direction of a device.  `efficiency` is the achieved share (1 for a device outside the
                 catalogue).  `latency_s` is in seconds.  The others are `kind`, `multicast_efficiency`, `source`, and `curves`, which
@@ -226,15 +255,21 @@ class ClusterSpec:
             base = catalogue_device(device, fitted) if not isinstance(device, Device) else device
             home = home_of(base.name)
             if memory_bytes is not None:
-                base = replace(base, memory_bytes=memory_bytes)
+                base = replace(base, memory_bytes=quantity("memory_bytes", memory_bytes))
             if devices_per_node is None:
                 devices_per_node = home.devices_per_node if home else 1
             intra, inter = (
                 link_of(
-                    side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)}
+                    side,
+                    # a link that nothing uses needs no figures
+                    default or (ETHERNET if count == 1 else None),
+                    {f.name: quantity(f.name, links.get(f"{side}_{f.name}")) for f in fields(Link)},
                 )
-                for side, default in zip(
-                    ("intra", "inter"), default_links(base.name, fitted), strict=True
+                for side, default, count in zip(
+                    ("intra", "inter"),
+                    default_links(base.name, fitted),
+                    (devices_per_node, nodes),
+                    strict=True,
                 )
             )
             topology = Topology(
@@ -250,7 +285,8 @@ class ClusterSpec:
                 f"cluster {name}: {error}" if name else f"cluster: {error}"
             ) from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
-        return ClusterSpec(label, base, topology, price_per_device_hour, host)
+        kept = None if headroom is None else headroom_of(headroom)
+        return ClusterSpec(label, base, topology, price_per_device_hour, host, kept)
 
     @staticmethod
     def from_yaml(path: str | Path) -> ClusterSpec | MixedCluster:
@@ -284,9 +320,23 @@ class ClusterSpec:
                 f"cluster file {path} {holds}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}"
             )
         what = f"cluster file {path}"
+        return ClusterSpec.from_data(data, what, Path(path).stem)
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any], what: str, name: str = "") -> ClusterSpec | MixedCluster:
+        """The cluster that plain data with the keys of a cluster file describe.
+
+        Args:
+            data: the keys and values.
+            what: words for the data at the beginning of an error message.
+            name: the cluster's name if the data have none.
+
+        Raises:
+            AutoparError: what the data describe is no cluster.
+        """
         if "groups" not in data:
-            return _from_data(what, {"name": Path(path).stem} | data)
-        check_keys(what, data, _GROUP_KEYS, ("groups",))
+            return _from_data(what, {"name": name} | dict(data))
+        check_keys(what, dict(data), _GROUP_KEYS, ("groups",))
         listed = data["groups"] if isinstance(data["groups"], list) else [data["groups"]]
         if odd := [group for group in listed if not isinstance(group, dict)]:
             raise AutoparError(
@@ -296,7 +346,7 @@ class ClusterSpec:
             _from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)
         ]
         between = link_from(f"{what}: between", data["between"]) if "between" in data else None
-        return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
+        return MixedCluster.of(groups, between, data.get("name", name))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The cluster as YAML text, also written to `path` if given. `from_yaml` returns an equal
@@ -304,12 +354,12 @@ class ClusterSpec:
         """
         return written_yaml(self.as_data(), path)
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self, named: bool = True) -> dict[str, Any]:
         """The cluster as plain data, by the keys of a cluster file. A device of the catalogue is
-        only its name. A price, host, number of interfaces or oversubscription that is the default
-        is left out.
+        only its name, unless `named` is False. A price, host, number of interfaces or
+        oversubscription that is the default is left out.
         """
-        known = DEVICES.get(self.device.name) == self.device
+        known = named and DEVICES.get(self.device.name) == self.device
         t = self.topology
         data: dict[str, Any] = {
             "name": self.name,
@@ -327,19 +377,32 @@ class ClusterSpec:
             data["price_per_device_hour"] = self.price_per_device_hour
         if self.host is not None and self.host != HOSTS.get(self.device.name):
             data["host"] = asdict(self.host)
+        if self.headroom is not None:
+            data["headroom"] = self.headroom
         return data
 
     def spec_hash(self) -> str:
-        """The sha256 of the cluster without its price, as hex. Clusters with equal hashes can use
-        the same plans.
+        """The sha256 of the cluster without its price and headroom, as hex. Clusters with equal
+        hashes can use the same plans.
         """
-        return sha256(
-            json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()
-        ).hexdigest()
+        data = asdict(replace(self, price_per_device_hour=None))
+        del data["headroom"]
+        return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def with_price(self, price_per_device_hour: float) -> ClusterSpec:
         """The same cluster with another price, in dollars per device-hour."""
         return replace(self, price_per_device_hour=price_per_device_hour)
+
+    def kept_free(self, headroom: float | str | None = None) -> ClusterSpec:
+        """The same cluster with this headroom: a fraction of the memory below 1, or GiB. None keeps
+        that of the cluster, or else what is kept free by default: `HEADROOM` on GPUs, nothing on
+        CPUs.
+        """
+        if headroom is None:
+            headroom = self.headroom
+        if headroom is None:
+            headroom = 0.0 if self.device_type == "cpu" else HEADROOM
+        return replace(self, headroom=headroom_of(headroom))
 
     def with_devices(self, devices: int) -> ClusterSpec:
         """A cluster with `devices` devices of this kind: whole nodes, or a part of one node. It
@@ -407,9 +470,10 @@ def _from_data(what: str, data: dict) -> ClusterSpec:
     """
     check_keys(what, data, _KEYS, _REQUIRED_KEYS)
     try:
-        data = {key: number(key, value) for key, value in data.items()}
+        data = {key: quantity(key, value) for key, value in data.items()}
         if isinstance(data["device"], dict):
             data["device"] = device_from(f"{what}: device", data["device"])
+            data = related_links(data) | data
         return ClusterSpec.make(**data)
     except (AutoparError, ValueError) as error:
         text = str(error)
@@ -566,21 +630,27 @@ class MixedCluster:
         """The cluster as YAML text, also written to `path` if given. `ClusterSpec.from_yaml`
         returns an equal cluster.
         """
-        between = {key: value for key, value in asdict(self.between).items() if value}
-        return written_yaml(
-            {
-                "name": self.name,
-                "groups": [group.as_data() for group in self.groups],
-                "between": between,
-            },
-            path,
-        )
+        return written_yaml(self.as_data(), path)
+
+    def as_data(self, named: bool = True) -> dict[str, Any]:
+        """The cluster as plain data, by the keys of a cluster file; `named` as for a cluster of one
+        kind.
+        """
+        return {
+            "name": self.name,
+            "groups": [group.as_data(named) for group in self.groups],
+            "between": {key: value for key, value in asdict(self.between).items() if value},
+        }
 
     def with_price(self, price_per_device_hour: float) -> MixedCluster:
         """The same cluster with one price for all devices, in dollars per device-hour."""
         return replace(
             self, groups=tuple(group.with_price(price_per_device_hour) for group in self.groups)
         )
+
+    def kept_free(self, headroom: float | str | None = None) -> MixedCluster:
+        """The same cluster with this headroom on all devices, as `ClusterSpec.kept_free`."""
+        return replace(self, groups=tuple(group.kept_free(headroom) for group in self.groups))
 
     def with_devices(self, devices: int) -> MixedCluster:
         """This cluster itself if it has `devices` devices. Raises AutoparError for another number,
@@ -612,3 +682,11 @@ def _device_link(group: Cluster) -> Link:
 
 
 Cluster = ClusterSpec | MixedCluster
+
+
+def plain_data(cluster: Cluster) -> dict[str, Any]:
+    """The whole cluster as data that JSON does not change; `ClusterSpec.from_data` reads an equal
+    one.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(cluster.as_data(named=False)))
+    return found

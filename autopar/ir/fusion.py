@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from autopar.errors import shown
 
 FUSE_MODES = ("off", "norms", "all")
-"""What may be fused: nothing; norms and the residual before them; these, gated activations, rotary positions, softmaxes and the loss."""
+"""What may be fused: nothing; norms and the residual before them; these, activations with a gate or
+after a bias, rotary positions, softmaxes and the loss.
+"""
+
+AUTO = "auto"
+"""The pin with which the planner chooses among `FUSE_MODES`."""
 
 Attribute = float | int | str | bool | None
 
@@ -56,6 +61,26 @@ class NearMiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed:
+    """A record of the best plan of one mode, which the planner compared with those of the others.
+
+    Attributes:
+        mode: one of `FUSE_MODES`.
+        step_s: predicted seconds of a step, as the devices need them.
+        host_s: seconds that the host of a rank needs to issue its kernels.
+    """
+
+    mode: str
+    step_s: float
+    host_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of a step in which the slower of devices and host is never idle."""
+        return max(self.step_s, self.host_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Fusion:
     """The report of the pass that replaces subgraphs by fused ops.
 
@@ -63,11 +88,13 @@ class Fusion:
         mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
         fused: the subgraphs that became one op, once for each block class.
         missed: the subgraphs that nearly did.
+        weighed: the modes that the planner compared, if it chose the mode; else ().
     """
 
     mode: str = "off"
     fused: tuple[FusedOp, ...] = ()
     missed: tuple[NearMiss, ...] = ()
+    weighed: tuple[Weighed, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in FUSE_MODES:

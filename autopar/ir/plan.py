@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
-from autopar.ir.fusion import FusedOp, Fusion, NearMiss
+from autopar.ir.fusion import FusedOp, Fusion, NearMiss, Weighed
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.plan_checks import check_consistent, listed_in, made
 from autopar.ir.plan_fields import (
@@ -20,6 +20,7 @@ from autopar.ir.plan_fields import (
     AxisChoice,
     BlockPlan,
     Certificate,
+    MadeFor,
     PlanFields,
     Prediction,
 )
@@ -57,7 +58,28 @@ class Plan(PlanFields):
         shard: the number of neighbouring data-parallel ranks that share out what ZeRO does.  0 means all ranks.
         micro_batch_mean: whether the mean of micro-batch losses may replace the loss of the batch.
         fusion: which subgraphs are ops of our own, and which nearly are, a `Fusion`.
+        made_for: model, sequence, cluster, software and pins that the plan was made for, a `MadeFor`.
     """
+
+    def __repr__(self) -> str:
+        """The plan in five lines: what it is for, its batch, its choices, its prediction, and what
+        is proved.
+        """
+        predicted, proof = self.predicted, self.certificate
+        shares = (
+            f"{self.num_microbatches} x {self.micro_batch} on {self.mesh.dp} data-parallel rank(s)"
+        )
+        pipeline = f"{self.schedule}, {len(self.stages)} stages, " if self.mesh.pp > 1 else ""
+        time = f"{predicted.step_time_s * 1e3:,.5g} ms, {predicted.tokens_per_s:,.0f} tokens/s"
+        peak = max(predicted.peak_memory_bytes, default=0) / 2**30
+        lines = (
+            f"Plan of {self.model_name} on {self.cluster_name}: {self.mesh}",
+            f"batch: {self.global_batch} sequences, {shares}",
+            f"choices: {pipeline}ZeRO-{self.zero}, recompute {self.recompute}, {self.precision}",
+            f"predicted: {time}, {peak:.2f} GiB on the fullest device",
+            f"certificate: {proof.status}, gap {100 * proof.gap:.2g} %, {len(proof.meshes)} candidates",
+        )
+        return "\n  ".join(lines)
 
     def to_json(self) -> str:
         """The plan as JSON text. `from_json` returns an equal plan."""
@@ -70,7 +92,8 @@ class Plan(PlanFields):
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
         """Parse a plan from JSON text. Extra keys of `explain --json` (lints, objective, replay,
-        audit) are ignored. If the file was edited since it was saved, the plan gets a note on that.
+        audit, training, report) are ignored. If the file was edited since it was saved, the plan gets a
+        note on that.
 
         Raises AutoparError with `origin` and the defect if the text is not a plan.
         """
@@ -85,7 +108,7 @@ class Plan(PlanFields):
                 f"{origin} is not a plan: it has no format_version; write plans with Plan.save"
             )
         version, digest = data.pop("format_version"), data.pop("digest", None)
-        for added in ("lints", "objective", "replay", "audit"):
+        for added in ("lints", "objective", "replay", "audit", "training", "report"):
             data.pop(added, None)
         if version != FORMAT_VERSION:
             raise AutoparError(
@@ -101,6 +124,7 @@ class Plan(PlanFields):
                 predicted=made(Prediction, raw.predicted, "predicted"),
                 certificate=made(Certificate, raw.certificate, "certificate"),
                 fusion=_fusion_from_data(raw.fusion),
+                made_for=_made_for_from_data(raw.made_for),
             )
             check_consistent(plan)
         except (AutoparError, ValueError) as error:
@@ -168,7 +192,12 @@ def _fusion_from_data(data: Any) -> Fusion:
         raw,
         fused=tuple(made(FusedOp, entry, "an entry of fused") for entry in raw.fused),
         missed=tuple(made(NearMiss, entry, "an entry of missed") for entry in raw.missed),
+        weighed=tuple(made(Weighed, entry, "an entry of weighed") for entry in raw.weighed),
     )
+
+
+def _made_for_from_data(data: Any) -> MadeFor:
+    return data if isinstance(data, MadeFor) else made(MadeFor, data, "made_for")
 
 
 def _axes_from_data(op: str, axes: dict) -> dict[str, AxisChoice]:

@@ -31,7 +31,7 @@ BLOCK_MODES = ("none", *SELECTIVE_MODES, "full")
 PLAN_MODES = (*BLOCK_MODES, "mixed")
 EVERY = re.compile(r"every-[1-9][0-9]{0,8}")
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
-          "dict[str, int]": (dict,)}  # fmt: skip
+          "dict[str, int]": (dict,), "dict": (dict,)}  # fmt: skip
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """Keys, with types, that each entry of `Certificate.meshes` must have."""
 _COUNTS = {"micro_batch": 1, "num_microbatches": 1, "global_batch": 1, "zero": 0, "shard": 0}
@@ -90,7 +90,8 @@ def check_consistent(plan: PlanFields) -> None:
 
 
 def _check_kinds(plan: PlanFields) -> None:
-    parts: list[DataclassInstance] = [plan, plan.predicted, plan.certificate, *plan.blocks]
+    parts: list[DataclassInstance] = [plan, plan.predicted, plan.certificate, plan.made_for]
+    parts += plan.blocks
     for part in parts:
         for of in fields(part):
             value = getattr(part, of.name)

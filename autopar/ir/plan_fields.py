@@ -49,12 +49,19 @@ class Certificate:
         status: 'optimal' or 'feasible'.
         objective_s: seconds of a step of this plan.
         bound_s: no plan of the search space has a shorter step than this, in seconds.
-        gap: (objective - bound) / objective.
+        gap: (time - bound) / time of the fastest plan.
         space: what was searched, in words.
         meshes: one entry for each candidate: its mesh, micro-batch, ZeRO stage and recomputation, the outcome, the time and the reason.
         solve_time_s: seconds of the search.
         ledger: what the objective is made of, for `recheck/audit.py`.  It has an entry for each block, in order, and one for each edge
             between blocks on which a layout changes.
+        tolerance: the fraction by which the plan may take longer than the fastest, to be simpler.
+        fastest: the choices, `time_s` and `memory_bytes` of the fastest plan that was found, if this one is a simpler one; else {}.
+            `gap` and `status` are then those of the fastest.
+        simpler_left: kinds of simpler candidates in which no plan within the tolerance was found, nor excluded.
+        runners_up: the best plan of each other family of layouts, or why it has none, a dict each.
+        headroom: memory of a device that was kept free: a fraction below 1, else GiB.
+        unlimited_s: seconds of a step of this layout if no memory is kept free; None if that was not computed.
     """
 
     status: str  # 'optimal' | 'feasible'
@@ -67,6 +74,17 @@ class Certificate:
     ] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
     solve_time_s: float = 0.0
     ledger: tuple[dict, ...] = ()
+    tolerance: float = 0.0
+    fastest: dict = field(default_factory=dict)
+    simpler_left: int = 0
+    runners_up: tuple[dict, ...] = ()
+    headroom: float = 0.0
+    unlimited_s: float | None = None
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of a step of the fastest plan that was found."""
+        return self.fastest.get("time_s", self.objective_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +99,7 @@ class Prediction:
         breakdown: seconds of each part of a step, such as 'compute' or 'tp communication'.  They add up to the step time.
         memory: bytes of each part on the fullest device.
         host_bytes: the most that a rank holds in host memory.
+        details: seconds of a step by part of what the ops of the busiest rank do, see `planning/time_details.py`.
     """
 
     step_time_s: float
@@ -90,6 +109,30 @@ class Prediction:
     breakdown: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     host_bytes: int = 0
+    details: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFor:
+    """What a plan was made for, as plain data, so that a plan file stands alone.
+
+    Attributes:
+        model: the text that names the model, such as 'llama3-8b'.  '' if it was given as an object.
+        seq: tokens of a sequence; 0 if it is unknown.
+        rows: what the rate of a plan counts: 'tokens', 'images' or 'samples'.
+        cluster: the cluster by the keys of a cluster file.  {} in files of earlier versions.
+        software: the fields of `Software` that are not its defaults.
+        pins: the pins of the request.
+        runnable: whether only plans were searched that the engine runs.
+    """
+
+    model: str = ""
+    seq: int = 0
+    rows: str = "tokens"
+    cluster: dict = field(default_factory=dict, hash=False)
+    software: dict = field(default_factory=dict, hash=False)
+    pins: dict = field(default_factory=dict, hash=False)
+    runnable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +165,7 @@ class PlanFields:
         False  # the user allows the mean of micro-batch losses in the place of another loss
     )
     fusion: Fusion = UNFUSED
+    made_for: MadeFor = MadeFor()
 
     @property
     def splits_backward(self) -> bool:

@@ -125,6 +125,26 @@ class StepValues:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLimit:
+    """How forward limits the norm of the rows that it reads of an embedding table (`max_norm`).
+    Each step rescales them in the table itself before forward, as torch.embedding_renorm_ does.
+
+    Attributes:
+        name: the table, a parameter or buffer.
+        rows: its number of rows.
+        max_norm: the largest norm that a row may have.
+        norm_type: which norm; 2.0 is the Euclidean one.
+        ids: a graph from model inputs to the indices of the rows that are read.
+    """
+
+    name: str
+    rows: int
+    max_norm: float
+    norm_type: float
+    ids: torch.fx.Graph
+
+
+@dataclass(frozen=True, slots=True)
 class LossSplit:
     """How the losses of micro-batches combine to the loss of the batch. `joins` is 'sum', 'mean',
     or '' if they do not combine; then `reason` says why. `by_convention` lists quantities that are
@@ -170,6 +190,9 @@ class TracedModel:
         fusion: which subgraphs became fused ops.
         row_dims: by input, the dim of a user's tensor that has the rows, where it is not dim 0. Rows are
             dim 0 of the graph's inputs.
+        row_limits: the embedding tables whose rows a step rescales before forward.
+        together: how many consecutive rows of the user's batch are one row of the graph, such as
+            the two answers of a pair. They are in dim 1 of the graph's inputs if they are several.
     """
 
     inputs: tuple[str, ...]
@@ -187,6 +210,8 @@ class TracedModel:
     updates: dict[str, Source] = field(default_factory=dict)
     fusion: Fusion = UNFUSED
     row_dims: dict[str, int] = field(default_factory=dict)
+    row_limits: tuple[RowLimit, ...] = ()
+    together: int = 1
 
     @property
     def graph_inputs(self) -> dict[str, Any]:

@@ -6,23 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import shown
-from autopar.files import write_text
+from autopar.files import write_text, yaml_loader
 
 MOST_VALUES = 1_000_000
 """The largest number of values in a cluster file. `autopar calibrate` writes a few thousand."""
 
 
 def read_yaml(text: str) -> Any:
-    """The data of a YAML text. Raises yaml.YAMLError if it is not valid, has too many values, or
+    """The data of a YAML text, with numbers such as 24e9. Raises yaml.YAMLError if it is not valid, has too many values, or
     has a mapping with a key twice, of which YAML would keep the last.
     """
     import yaml
 
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
+        loader = yaml_loader()
+        root = yaml.compose(text, loader)
         _check_size(root)
         _check_keys(root)
-        return yaml.safe_load(text)
+        return yaml.load(text, loader)  # a SafeLoader
     except RecursionError:
         raise yaml.YAMLError("it is nested too deep") from None
     except (

@@ -287,5 +287,6 @@ class NativeSpec(ModelSpec):
             changes["head_width"] = config.head_width and head_dim
         if isinstance(config, MoEConfig):
             changes["experts"] = min(config.experts, max(config.top_k, SHRUNK_EXPERTS))
-            changes["mla"] = config.mla and SHRUNK_MLA
+            rank = config.mla and min(config.mla.query_rank, SHRUNK_MLA.query_rank)
+            changes["mla"] = config.mla and replace(SHRUNK_MLA, query_rank=rank)
         return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

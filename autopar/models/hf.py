@@ -14,7 +14,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from .base import ModelSpec
 from .common import MOST_LAYERS, MOST_SIZE
 from .hf_experts import prepare_experts
 from .hf_shrink import shrunk_config_dict
+from .published import PublishedModel
 
 ATTENTION_NAME, CACHED_NAME = "autopar_sdpa", "autopar_sdpa_cached"
 """Names of our attention; the second is for models whose users left the cache on."""
@@ -266,12 +267,13 @@ def _is_wide_window(function: Callable, kv_length: int) -> bool:
 def hf_example_inputs(
     model: nn.Module, batch: int, seq: int, device: torch.device | str = "meta"
 ) -> dict[str, Tensor]:
-    """A dict of example inputs of a transformers model, by its config: random tokens or pixels
-    (seed 0), or only shapes on meta.
+    """A dict of example inputs of a transformers model, by its config: random tokens, pixels or
+    spectra (seed 0), or only shapes on meta.
 
     Text models get `input_ids` (batch, seq) and `labels`. Labels are a copy of input_ids for
     language models, and (batch,) for sequence classifiers. Image classifiers get `pixel_values`
-    (batch, channels, height, width) and `labels` (batch,). Raises AutoparError for other models.
+    (batch, channels, height, width) and `labels` (batch,). Models of speech get `input_features`
+    (batch, mel bins, frames) and `labels` (batch, seq). Raises AutoparError for other models.
     """
     kind, main, config = type(model).__name__, model.main_input_name, _untyped(model).config
     is_meta = torch.device(device).type == "meta"
@@ -281,6 +283,11 @@ def hf_example_inputs(
         if is_meta:
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return torch.randint(0, limit, shape, generator=generator).to(device)
+
+    def numbers(shape: tuple[int, ...]) -> Tensor:
+        if is_meta:
+            return torch.empty(shape, device="meta")
+        return torch.randn(shape, generator=generator).to(device)
 
     of_tokens = (
         *("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"),
@@ -293,13 +300,14 @@ def hf_example_inputs(
             "input_ids": ids,
             "labels": ids.clone() if each else integers(config.num_labels, batch),
         }
+    if main == "input_features" and config.is_encoder_decoder:
+        # the encoder halves the frames, to as many as it has positions
+        shape = (batch, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": numbers(shape), "labels": integers(config.vocab_size, batch, seq)}
     if main == "pixel_values" and kind.endswith("ForImageClassification"):
         size = config.image_size
         size = size if isinstance(size, (tuple, list)) else (size, size)
-        shape = (batch, config.num_channels, *size)
-        pixels = torch.empty(shape, device="meta")
-        if not is_meta:
-            pixels = torch.randn(shape, generator=generator).to(device)
+        pixels = numbers((batch, config.num_channels, *size))
         return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}
     raise AutoparError(
         f"Cannot make example inputs for {kind} (main input '{main}'); pass example_inputs={{name: tensor, ...}}."
@@ -316,6 +324,18 @@ class HFSpec(ModelSpec):
     """
 
     config_dict: dict[str, Any] = field(hash=False)
+    repeats: int = 0
+    """The number of layers after which their structure repeats; 0 if this is not known."""
+    different: int = 0
+    """The number of first layers that differ from those that repeat."""
+
+    @classmethod
+    def of_published(cls, model: PublishedModel) -> HFSpec:
+        """The spec of a named model that transformers builds. Raises AutoparError like
+        `from_dict`.
+        """
+        spec = cls.from_dict(model.name, {"model_type": model.kind} | dict(model.dims))
+        return replace(spec, max_seq=model.seq, repeats=model.repeats, different=model.different)
 
     @classmethod
     def of(cls, path: str) -> HFSpec:
@@ -330,12 +350,44 @@ class HFSpec(ModelSpec):
         that the config does not have are 0. Raises AutoparError if transformers rejects the config,
         or has no language model or image classifier for it.
         """
-        text = _config(name, config_dict).get_text_config()
+        text = _text_config(_config(name, config_dict))
         sizes = {}
         for field_name, attributes in _SIZES.items():
             values = [getattr(text, attribute, None) for attribute in attributes]
             sizes[field_name] = next((value for value in values if isinstance(value, int)), 0)
         return cls(name=name, config_dict=config_dict, **sizes)
+
+    def shallow(self) -> HFSpec:
+        """A spec with the first layers that differ, two periods and one more layer, plus what keeps
+        the remainder modulo the period. The spec itself if it has no more, or if it is not known
+        what repeats.
+        """
+        key = next((key for key in ("num_hidden_layers", "n_layer") if key in self.config_dict), "")
+        layers = self.different + 2 * self.period + 1
+        layers += (self.num_layers - layers) % self.period
+        if not self.repeats or not key or layers >= self.num_layers:
+            return self
+        return replace(self, num_layers=layers, config_dict={**self.config_dict, key: layers})
+
+    @property
+    def layers_path(self) -> str:
+        """The path of the first module list that has as many modules as the model has layers; '' if
+        there is none.
+        """
+        shallow = self.shallow()
+        return next(
+            (
+                path
+                for path, module in shallow.build("meta").named_modules()
+                if isinstance(module, nn.ModuleList) and len(module) == shallow.num_layers
+            ),
+            "",
+        )
+
+    @property
+    def period(self) -> int:
+        """The number of layers after which the structure of layers repeats; 1 if all are alike."""
+        return self.repeats or 1
 
     def _make(self) -> nn.Module:
         config = _config(self.name, self.config_dict)
@@ -364,13 +416,13 @@ class HFSpec(ModelSpec):
         return HFSpec.from_dict(f"{self.name} (shrunk)", small)
 
     def _attention_size(self) -> tuple[int, int]:
-        text = _config(self.name, self.config_dict).get_text_config()
+        text = _text_config(_config(self.name, self.config_dict))
         heads = text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return self.num_layers, heads * head_dim
 
     def _expert_share(self) -> float:
-        text = _config(self.name, self.config_dict).get_text_config()
+        text = _text_config(_config(self.name, self.config_dict))
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((getattr(text, name) for name in names if getattr(text, name, None)), 1)
         return (getattr(text, "num_experts_per_tok", None) or 1) / experts
@@ -426,13 +478,21 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
         raise AutoparError(
             f"{name}: transformers rejects the config: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    _check_sizes(name, config.get_text_config())
+    _check_sizes(name, _text_config(config))
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
         raise AutoparError(
-            f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}"
+            f"{name}: model_type '{model_type}' is no model of language, of speech to text, or of images to classes; {remedy}"
         )
     return config
+
+
+def _text_config(config: Any) -> Any:
+    """The config of a model's text part: of its decoder, if an encoder has one too."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # transformers finds several
+        return config.get_text_config(decoder=True)
 
 
 def _check_sizes(name: str, config: Any) -> None:
@@ -456,13 +516,15 @@ def _auto_class(config: Any) -> str | None:
     """The name of transformers' auto class that can build `config`, or None.
 
     Language models come first, in an order that the config suggests (decoder, encoder and decoder,
-    encoder), then image classifiers.
+    encoder), then image classifiers. A config with mel bins is one of speech to text.
     """
     order = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"]
     if getattr(config, "is_encoder_decoder", False):
         order = ["AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM"]
     elif not getattr(config, "is_decoder", True):
         order = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"]
+    if getattr(config, "num_mel_bins", None):
+        order = ["AutoModelForSpeechSeq2Seq"]
     order.append("AutoModelForImageClassification")
     known = (n for n in order if type(config) in getattr(_transformers(), n)._model_mapping)
     return next(known, None)

@@ -17,7 +17,7 @@ from .common import Linear, check_positive, rotate
 class MLADims:
     """Sizes of latent attention. The defaults are DeepSeek-V3's (arXiv:2412.19437, section 4.2).
 
-    Queries come from a latent of `query_rank` channels; keys and values come from one of `kv_rank`.
+    Queries come from a latent of `query_rank` channels, or with 0 from the input itself; keys and values come from one of `kv_rank`.
     A head's query and key have `plain_dim` channels without positions and `rotary_dim` with
     positions. Its value has `value_dim` channels.
     """
@@ -29,7 +29,10 @@ class MLADims:
     value_dim: int = 128
 
     def __post_init__(self) -> None:
-        check_positive("latent attention", **asdict(self))
+        sizes = asdict(self)
+        if self.query_rank == 0:
+            del sizes["query_rank"]
+        check_positive("latent attention", **sizes)
         if self.rotary_dim % 2:
             raise AutoparError(
                 f"latent attention: rotary_dim={self.rotary_dim} must be even; use {self.rotary_dim + 1}."
@@ -51,9 +54,10 @@ class LatentAttention(nn.Module):
     def __init__(self, hidden: int, heads: int, dims: MLADims, norm_eps: float) -> None:
         super().__init__()
         self.heads, self.dims = heads, dims
-        self.q_down = Linear(hidden, dims.query_rank)
-        self.q_norm = nn.RMSNorm(dims.query_rank, eps=norm_eps)
-        self.q_up = Linear(dims.query_rank, heads * dims.query_dim)
+        if dims.query_rank:
+            self.q_down = Linear(hidden, dims.query_rank)
+            self.q_norm = nn.RMSNorm(dims.query_rank, eps=norm_eps)
+        self.q_up = Linear(dims.query_rank or hidden, heads * dims.query_dim)
         self.kv_down = Linear(hidden, dims.kv_rank)
         self.k_rotary = Linear(hidden, dims.rotary_dim)
         self.kv_norm = nn.RMSNorm(dims.kv_rank, eps=norm_eps)
@@ -67,7 +71,8 @@ class LatentAttention(nn.Module):
         """
         batch, seq, _ = x.shape
         dims, heads = self.dims, self.heads
-        q = self.q_up(self.q_norm(self.q_down(x)))
+        source = self.q_norm(self.q_down(x)) if dims.query_rank else x
+        q = self.q_up(source)
         q = q.view(batch, seq, heads, dims.query_dim).transpose(1, 2)
         latent = self.kv_norm(self.kv_down(x))
         k_plain = self.k_up(latent).view(batch, seq, heads, dims.plain_dim).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -50,6 +50,28 @@ def row_dims(
     return {
         name: named[name] if name in named else 0 if t.dim() and t.shape[0] == rows else None
         for name, t in tensors.items()
+    }
+
+
+def in_groups(
+    tensors: Mapping[str, torch.Tensor], together: int, without: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The tensors by name, their dim 0 cut into groups of `together` rows: (groups, rows of one,
+    ...). Those named in `without`, which have no rows, stay as they are. Raises AutoparError if the
+    rows of a tensor are no whole groups.
+    """
+    if together == 1:
+        return dict(tensors)
+    for name, tensor in tensors.items():
+        if name not in without and (not tensor.dim() or tensor.shape[0] % together):
+            shape = tuple(tensor.shape)
+            raise AutoparError(
+                f"batch entry {name!r} has shape {shape}, and forward reads {together} consecutive rows together: give a multiple of "
+                f"{together} rows"
+            )
+    return {
+        name: tensor if name in without else tensor.unflatten(0, (-1, together))
+        for name, tensor in tensors.items()
     }
 
 

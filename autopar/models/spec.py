@@ -8,12 +8,11 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 
 from .base import ModelSpec, NativeSpec
-from .configs import CONFIGS, NativeConfig
+from .configs import CONFIGS, FAMILIES, NativeConfig
+from .diffusion import DiffusionSpec, DiTConfig, FluxConfig
 from .function import FunctionSpec
-from .gpt import GPTConfig
 from .hf import HFSpec
-from .llama import LlamaConfig
-from .moe import MoEConfig
+from .published import ALIASES, PublishedModel, published_models
 
 __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
@@ -33,11 +32,7 @@ _MOE_KEYS = _LLAMA_KEYS | _fields("experts top_k shared_ffn first_dense dense_ff
 _TEXTS = ("positions",)
 _SWITCHES = ("tied", "parallel_block")
 _SWITCH_VALUES = {"true": True, "false": False, "1": True, "0": False}
-_FAMILIES: dict[str, tuple[type[NativeConfig], dict[str, str]]] = {
-    "gpt": (GPTConfig, _GPT_KEYS),
-    "llama": (LlamaConfig, _LLAMA_KEYS),
-    "moe": (MoEConfig, _MOE_KEYS),
-}
+_KEYS = {"gpt": _GPT_KEYS, "llama": _LLAMA_KEYS, "moe": _MOE_KEYS}
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 
 
@@ -46,7 +41,7 @@ def parse_model(text: str) -> ModelSpec:
 
     Raises AutoparError if the text has none of these forms, or what it names cannot be read:
 
-    - A named configuration: `llama3-8b`.
+    - A named model: `llama3-8b`. `autopar models` lists them.
     - Dimensions: `gpt:layers=96,hidden=12288,heads=96,vocab=51200`. Families are gpt, llama and
       moe. Optional keys are ffn, seq, window, tied=true|false; for gpt positions=learned|alibi|none
       and parallel_block; for the others kv_heads, head_dim and window_every; for moe experts,
@@ -57,27 +52,40 @@ def parse_model(text: str) -> ModelSpec:
     if not isinstance(text, str):
         raise AutoparError(f"a model is named by a text such as 'llama3-8b', not by {shown(text)}")
     text = text.strip()
-    if text in CONFIGS:
-        return NativeSpec.of(text, CONFIGS[text])
+    name = ALIASES.get(text.lower(), text.lower())
+    if (model := published_models().get(name)) is not None:
+        return _spec_of(model)
     head, colon, rest = text.partition(":")
     if not colon:
         raise AutoparError(_unknown_name(text))
-    if head in _FAMILIES:
+    if head in _KEYS:
         return NativeSpec.of(text, _parse_dimensions(head, rest))
     if head == "hf":
         return HFSpec.of(rest)
     if "=" in rest:
-        near = difflib.get_close_matches(head, _FAMILIES, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(head, _KEYS, n=1, cutoff=0.3)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise AutoparError(
-            f"Unknown model family '{head}'; the families are {', '.join(_FAMILIES)}{hint}"
+            f"Unknown model family '{head}'; the families are {', '.join(_KEYS)}{hint}"
         )
     return FunctionSpec.of(text)
 
 
+DIFFUSION: dict[str, type[DiTConfig] | type[FluxConfig]] = {"dit": DiTConfig, "flux": FluxConfig}
+"""The configurations of diffusion transformers, by the name of their family."""
+
+
+def _spec_of(model: PublishedModel) -> ModelSpec:
+    if model.is_hf:
+        return HFSpec.of_published(model)
+    if model.kind in DIFFUSION:
+        return DiffusionSpec.of(model.name, DIFFUSION[model.kind](**model.dims))
+    return NativeSpec.of(model.name, CONFIGS[model.name])
+
+
 def _unknown_name(text: str) -> str:
-    near = difflib.get_close_matches(text.lower(), CONFIGS, n=3, cutoff=0.5)
-    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(CONFIGS)}."
+    near = difflib.get_close_matches(text.lower(), [*published_models(), *ALIASES], n=3, cutoff=0.5)
+    known = f"did you mean {' or '.join(near)}?" if near else "`autopar models` lists the names."
     return (
         f"Unknown model '{text}': {known} Other forms are gpt:layers=..,hidden=..,heads=..,vocab=.. (also llama:, moe:), "
         "hf:path/to/config.json, and module:function."
@@ -85,7 +93,7 @@ def _unknown_name(text: str) -> str:
 
 
 def _parse_dimensions(family: str, text: str) -> NativeConfig:
-    make, keys = _FAMILIES[family]
+    make, keys = FAMILIES[family], _KEYS[family]
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))

@@ -6,6 +6,7 @@ Rows may be sharded; weights are then replicated.  The dim that a norm reduces m
 
 from __future__ import annotations
 
+import autopar_kernels.bias_activations
 import autopar_kernels.glu
 import autopar_kernels.layer_norms
 import autopar_kernels.losses
@@ -56,6 +57,13 @@ def _glu(call: Call) -> OpDims:
     if call.arg("layout") == "interleaved":
         last, even = letters[-1], frozenset({letters[-1]})
     return OpDims(((*letters[: x.dim() - 1], last),), (letters,), sizes, even=even)
+
+
+def _bias_activation(call: Call) -> OpDims:
+    """How an activation after a bias may be sharded: along every dim, the bias along the last one."""
+    x = call.tensors[0]
+    letters = tuple(f"d{k}" for k in range(x.dim()))
+    return OpDims((letters, letters[-1:]), (letters,), dict(zip(letters, x.shape, strict=True)))
 
 
 def _rotary(call: Call) -> OpDims:
@@ -122,6 +130,7 @@ FUSED: dict[str, Rule] = {
     "autopar::layer_norm": _norm,
     "autopar::add_layer_norm": _norm,
     "autopar::cross_entropy": _cross_entropy,
+    "autopar::bias_activation": _bias_activation,
     "autopar::glu": _glu,
     "autopar::rotary_single": _rotary,
     "autopar::softmax": _softmax,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import NoPlanFits
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan_fields import Prediction
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.search.result import SearchResult
@@ -31,8 +32,7 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
     needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
     if request.is_mixed:
         kinds = ", ".join(
-            f"{group.device.memory_bytes / 2**30:.2f} on {group.device.name}"
-            for group in request.cluster.groups
+            f"{_room_words(group)} on {group.device.name}" for group in request.cluster.groups
         )
         return NoPlanFits(
             f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
@@ -40,15 +40,22 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
             reason.memory_bytes,
             proven=False,
         )
-    capacity = request.cluster.device.memory_bytes
+    room = _room_words(request.cluster.one_kind)
     # of pipelines not every placement is tried
     proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)
     return NoPlanFits(
-        f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
+        f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {room} ({candidate.mesh}, "
         f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",
         reason.memory_bytes,
         proven,
     )
+
+
+def _room_words(group: ClusterSpec) -> str:
+    """The memory of a device that a plan may take, in GiB, as text. It says what is kept free."""
+    room, memory = group.room_bytes, group.device.memory_bytes
+    kept = f", {(memory - room) / 2**30:.2f} of {memory / 2**30:.2f} being kept free"
+    return f"{room / 2**30:.2f}{kept if room < memory else ''}"
 
 
 def check_host(prediction: Prediction, request: PlanRequest) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models.checks import finite
 
 from autopar.errors import AutoparError, NoPlanFits, shown
-from autopar.ir.cluster import Cluster
+from autopar.ir.cluster import Cluster, plain_data
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import (
     PlanOn,
@@ -24,7 +24,7 @@ from autopar.text.plan_words import (
     short_words,
 )
 from autopar.text.tables import grid
-from autopar.text.units import gib, ms, percent
+from autopar.text.units import PROVED, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -40,6 +40,8 @@ _ROOM = 1.001
 """Memory with which the smallest plan is planned, relative to what it needs. CP-SAT rounds bytes up
 to its own units.
 """
+_NOTHING_PROVED = 0.9
+"""The gap from which a bound is not worth printing."""
 _SAME = 1e-6
 """Relative excess of an objective over its bound that still counts as equal."""
 
@@ -172,8 +174,10 @@ class Chosen:
     @property
     def proven(self) -> bool:
         """Whether the bound proves that no plan is better; for memory, better by more than
-        `TOLERANCE`.
+        `TOLERANCE`. For the time, it is about the fastest plan, also if a simpler one was chosen.
         """
+        if self.goal.objective == "time":
+            return self.plan.certificate.fastest_s <= self.bound * (1 + _SAME)
         return self.value <= self.bound * (
             1 + (TOLERANCE if self.goal.objective == "memory" else _SAME)
         )
@@ -241,8 +245,21 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
         plan,
         value,
         bound,
-        f"a step takes {ms(value)}, and with no plan of the space less than {ms(bound)}",
+        f"a step takes {ms(value)}{_proof_words(plan)}",
     )
+
+
+def _proof_words(plan: Plan) -> str:
+    """A clause on what the certificate of a plan proves about the fastest step."""
+    proof = plan.certificate
+    if proof.gap > _NOTHING_PROVED:
+        return "; the search ended before it could prove a bound worth naming"
+    if proof.gap > PROVED:
+        return f", and with no plan of the space less than {ms(proof.bound_s)}"
+    more = proof.objective_s / proof.fastest_s - 1
+    if more <= PROVED:
+        return f": the optimum of the space, to within {percent(PROVED)}"
+    return f", {percent(more)} more than the optimum of the space, which is less simple"
 
 
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
@@ -291,6 +308,7 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     tried = [attempt(cluster)]
     fastest = best = _planned(tried)[0]
     high, low = _peak_bytes(best.plan), cluster.device.reserved_bytes + 1
+    cluster = cluster.kept_free(0.0)  # of the less memory that is tried
     least = attempt(cluster.with_memory(low))  # nothing fits: the error tells the least
     tried.append(least)
     known = least.error if isinstance(least, Failed) else None
@@ -308,7 +326,12 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
         else:
             low, step = last.cluster.device.memory_bytes, 1
             bound = low if last.settled else bound
-    plan = replace(best.plan, cluster_name=cluster.name, cluster_hash=cluster.spec_hash())
+    plan = replace(
+        best.plan,
+        cluster_name=cluster.name,
+        cluster_hash=cluster.spec_hash(),
+        made_for=replace(best.plan.made_for, cluster=plain_data(cluster)),
+    )
     return Chosen(
         goal,
         cluster,

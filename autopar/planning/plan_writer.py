@@ -12,13 +12,13 @@ from autopar_cost_models import COST_MODEL_VERSION, splits_backward
 from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import AxisChoices
 from autopar.ir.annotated import AnnotatedModel, Strategy
-from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec, plain_data
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
-from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, Prediction
+from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, MadeFor, Prediction
 from autopar.ir.traced import TracedModel
-from autopar.ops.work import model_flops, tokens_per_row
+from autopar.ops.work import model_flops, tokens_per_row, unit_of_rows
 from autopar.planning.candidates import (
     LONG_SEQUENCE,
     LONG_SHARE,
@@ -29,13 +29,13 @@ from autopar.planning.candidates import (
 from autopar.planning.no_plan import check_host
 from autopar.planning.notes import notes
 from autopar.planning.pin_checks import may_split_backward
+from autopar.planning.time_details import time_details
 from autopar.request.plan_request import PlanRequest
-from autopar.request.software import Software
 from autopar.solve.costs.candidate import MODES, Candidate
 from autopar.solve.costs.pipeline_cost import host_bytes
 from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
 from autopar.solve.integer_program.placement_solver import Solution
-from autopar.solve.search.result import SearchResult
+from autopar.solve.search.result import SearchResult, outcome_data
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads unless pinned; cp {long}; "
@@ -70,7 +70,11 @@ def make_plan(
     pipelined = solution.pipelined
     stages = pipelined.stages if pipelined else (tuple(range(len(traced.segments))),)
     on_host = host_bytes(model, solution.choices, stages, candidate.mesh.pp)
-    prediction = _prediction(solution, on_host, request, traced)
+    # with several kinds of devices, each rank has its own prices
+    details = (
+        {} if request.is_mixed else time_details(model, solution.choices, stages, candidate.mesh.pp)
+    )
+    prediction = _prediction(solution, on_host, request, traced, details)
     check_host(prediction, request)
     fixed = annotator.axis_choices(setting_of(candidate, request))
     origin = found.origin or [(number, candidate.recompute) for number in range(len(model.classes))]
@@ -94,7 +98,6 @@ def make_plan(
         cost_model_version=COST_MODEL_VERSION,
         runnable=_lacking(candidate, request),
         notes=(
-            *((f"predicted for {request.software}",) if request.software != Software() else ()),
             *_start_note(candidate.mesh, request.cluster),
             *notes(traced, request.micro_batch_mean),
         ),
@@ -103,6 +106,20 @@ def make_plan(
         shard=candidate.shard,
         micro_batch_mean=request.micro_batch_mean,
         fusion=traced.fusion,
+        made_for=made_for(request, traced),
+    )
+
+
+def made_for(request: PlanRequest, traced: TracedModel) -> MadeFor:
+    """What a plan of this request and model is for, as data that JSON does not change."""
+    return MadeFor(
+        model=request.model_text,
+        seq=tokens_per_row(traced),
+        rows=unit_of_rows(traced),
+        cluster=plain_data(request.cluster),
+        software=request.software.as_data(),
+        pins=dict(request.pin),
+        runnable=request.runnable,
     )
 
 
@@ -181,11 +198,29 @@ def _certificate(
         meshes=tuple(found.outcomes),
         solve_time_s=found.solve_time_s,
         ledger=_ledgers(model, found.groups, solution.choices),
+        tolerance=request.tolerance,
+        fastest=_fastest(found),
+        simpler_left=found.simpler_left,
+        runners_up=found.runners_up,
+        headroom=max(group.headroom or 0.0 for group in request.cluster.groups),
+        unlimited_s=found.unlimited_s,
     )
 
 
+def _fastest(found: SearchResult) -> dict[str, Any]:
+    """The fastest plan of a search as a dict, if another one was chosen; else {}."""
+    if found.fastest is None:
+        return {}
+    candidate, solution = found.fastest
+    return outcome_data(candidate, solution, "solved", found.bound_s, "the fastest")
+
+
 def _prediction(
-    solution: Solution, on_host_bytes: int, request: PlanRequest, traced: TracedModel
+    solution: Solution,
+    on_host_bytes: int,
+    request: PlanRequest,
+    traced: TracedModel,
+    details: dict[str, float],
 ) -> Prediction:
     seconds, batch = solution.time_s, request.global_batch
     peak = sum(map(partial(_peak, request.precision), request.cluster.groups))
@@ -199,6 +234,7 @@ def _prediction(
         breakdown=dict(solution.breakdown),
         memory=dict(solution.memory_parts),
         host_bytes=on_host_bytes,
+        details=details,
     )
 
 

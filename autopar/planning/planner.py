@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotator import Annotator, annotator_of
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.candidates import candidates_for, setting_of
@@ -18,12 +21,32 @@ from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.search.branch_and_bound import search
+from autopar.solve.costs.host_time import host_s
+from autopar.solve.search.branch_and_bound import search, solved_together
+from autopar.solve.search.families import runners_up, same_layout_s
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
+from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
+from autopar.solve.search.simplest import Preference
 from autopar.solve.search.workers import processes_for_search
 from autopar.trace.fusion.fused import fused
+
+
+def _of_groups(request: PlanRequest, traced: TracedModel) -> PlanRequest:
+    """The request in rows of the traced model, each of which is `traced.together` rows of the
+    user's. Raises AutoparError if these do not divide the batch or the pinned micro-batch.
+    """
+    together, micro = traced.together, request.pin.micro_batch
+    if together == 1:
+        return request
+    for what, rows in (("the global batch", request.global_batch), ("micro_batch", micro or 0)):
+        if rows % together:
+            raise AutoparError(
+                f"{what} has {rows} rows, and forward reads {together} consecutive rows together: use a multiple of {together}"
+            )
+    pin = request.pin if micro is None else replace(request.pin, micro_batch=micro // together)
+    return replace(request, pin=pin, global_batch=request.global_batch // together)
 
 
 # products of a search are small: threads that wait for them take the cores of others
@@ -43,7 +66,7 @@ def find_best(
         return search_groups(
             candidates_for(request, traced),
             lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
-            [group.device.memory_bytes for group in request.cluster.groups],
+            [group.room_bytes for group in request.cluster.groups],
             limits,
             progress,
             lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
@@ -52,15 +75,36 @@ def find_best(
     def annotate(candidate: Candidate) -> AnnotatedModel:
         return annotator.annotate(setting_of(candidate, request))
 
-    capacity = request.cluster.device.memory_bytes
-    return search(
-        candidates_for(request, traced),
-        annotate,
-        capacity,
-        limits,
-        progress,
-        cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)),
+    def cell_of(candidate: Candidate) -> Hashable:
+        return annotator.alike(setting_of(candidate, request))
+
+    candidates, spec = candidates_for(request, traced), request.cluster.one_kind
+    found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of)
+    if found.best is None or request.pin.stages is not None:
+        return found
+    restager = Restager(annotate, spec.room_bytes, cell_of, found.cells)
+    return _preferred(request, candidates, found, restager)
+
+
+def _preferred(
+    request: PlanRequest,
+    candidates: Sequence[Candidate],
+    found: SearchResult,
+    restager: Restager,
+) -> SearchResult:
+    """The result of a search with the simplest plan within the request's tolerance. If the request
+    asks for runners-up, with them and with the time of the plan's layout on all memory.
+    """
+    groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
+    preference = Preference(
+        restager=restager, tolerance=request.tolerance, memory_bytes=memory_bytes
     )
+    found = preference.chosen(found, groups, candidates)
+    if not request.runners_up or found.best is None:
+        return found
+    others = runners_up(groups, candidates, found, restager)
+    whole = replace(restager, capacity_bytes=memory_bytes)
+    return replace(found, runners_up=others, unlimited_s=same_layout_s(whole, found.best[0]))
 
 
 @seldom_collected()
@@ -69,17 +113,66 @@ def plan_traced(
     request: PlanRequest,
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
+    processes: int | None = None,
 ) -> Plan:
     """The fastest plan of a traced model for a complete request, searched for `time_limit_s`
     seconds; the part of `api.plan` after tracing. `progress(line)` is called as the search goes.
+    It uses `processes`, by default one for each core.
     Raises AutoparError for impossible pins, and NoPlanFits if the search finds no plan or the host
     lacks memory.
     """
+    request = _of_groups(request, traced)
     check_pins(request, traced)
-    traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)
+    limits = SearchLimits(time_s=time_limit_s, processes=processes or processes_for_search())
+    if request.pin.fuse == AUTO:
+        return _fused_best(traced, request, limits, progress)
+    return _planned(traced, request, request.pin.fuse or "off", limits, progress)[0]
+
+
+def _planned(
+    traced: TracedModel,
+    request: PlanRequest,
+    mode: str,
+    limits: SearchLimits,
+    progress: Callable[[str], None] | None,
+) -> tuple[Plan, float]:
+    """(the fastest plan of a model fused in `mode`, seconds in which its host issues the kernels of
+    a step). Raises as `plan_traced`.
+    """
+    traced = as_recomputed(fused(traced, mode), request.pin.recompute)
     annotator = annotator_of(traced)
-    limits = SearchLimits(time_s=time_limit_s, processes=processes_for_search())
     found = find_best(request, traced, annotator, limits, progress)
-    if found.best is None:
+    if found.best is None or found.model is None:
         raise no_plan_fits(found, request)
-    return make_plan(found, request, traced, annotator)
+    (candidate, solution), stages = found.best, (tuple(range(len(traced.segments))),)
+    if solution.pipelined is not None:
+        stages = solution.pipelined.stages
+    issued_s = host_s(found.model, solution.choices, stages, candidate.mesh.pp)
+    return make_plan(found, request, traced, annotator), issued_s
+
+
+def _fused_best(
+    traced: TracedModel,
+    request: PlanRequest,
+    limits: SearchLimits,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    """The fastest of the plans of all modes of fusion, by the slower of devices and host. Each mode
+    is searched for its share of the time in `limits`. Raises as `plan_traced` if no mode has a plan.
+    """
+    plans: list[tuple[Weighed, Plan]] = []
+    error: NoPlanFits | None = None
+    share = replace(limits, time_s=limits.time_s / len(FUSE_MODES))
+    for mode in FUSE_MODES:
+        try:
+            plan, issued_s = _planned(traced, request, mode, share, progress)
+        except NoPlanFits as found:
+            error = found
+            continue
+        plans.append((Weighed(mode, plan.predicted.step_time_s, issued_s), plan))
+    if not plans:
+        assert error is not None  # every mode raised it
+        raise error
+    _, best = min(plans, key=lambda entry: entry[0].bound_s)
+    weighed = tuple(entry for entry, _ in plans)
+    return replace(best, fusion=replace(best.fusion, weighed=weighed))

@@ -18,6 +18,7 @@ from autopar_cost_models import DEVICES, OFFLOADS, home_of
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import choices_of, pin_text
@@ -118,6 +119,11 @@ class Remedies:
             lines.append(f"Nothing fits {', nor '.join(self.useless)}.")
         if self.unverified:
             lines.append(f"Not verified within {self.budget_s:g} s: {'; '.join(self.unverified)}.")
+        if hostless := [group.name for group in self.ask.cluster.groups if group.host is None]:
+            lines.append(
+                f"Offloading was not tried: {hostless[0]} does not say what its hosts have. A cluster file says it under `host:` "
+                "(memory_bytes, memory_bandwidth_Bps, link_bandwidth_Bps)."
+            )
         return "\n".join(lines)
 
     def _most_words(self) -> str:
@@ -255,13 +261,15 @@ class Climb:
 
 def ladders_of(ask: Ask) -> Iterator[Ladder]:
     """Every kind of change, the quickest to verify first: other values or removal of each pin, no
-    pins, offloading, smaller batches, more devices, shorter sequences. A ladder may have no rungs.
+    pins, less memory kept free, offloading, smaller batches, more devices, shorter sequences. A ladder may have no rungs.
     """
     for name, value in ask.pin.items():
         if name != "offload":
             yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
+    kept = max(group.headroom or 0.0 for group in ask.cluster.groups)
+    yield Ladder("headroom", "without headroom", list(_headroom_rungs(ask, kept)) if kept else [])
     if len(ask.cluster.groups) == 1:
         # each for itself: they allow different layouts
         for kind in OFFLOADS[OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :]:
@@ -305,6 +313,19 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
                 for seq in range(ask.seq - step, 0, -step)
             ],
         )
+
+
+def _headroom_rungs(ask: Ask, kept: float) -> Iterator[Rung]:
+    """Rungs that keep half of the memory free that `ask` keeps free, and none. `kept` is a fraction
+    or GiB, as `ClusterSpec.headroom`.
+    """
+    half = kept / 2 if not 1 <= kept < 2 else None
+    for headroom in (half, 0.0):
+        if headroom is not None:
+            words = "with no memory kept free (headroom 0)"
+            if headroom:
+                words = f"with half the headroom ({headroom_words(headroom)})"
+            yield Rung(words, replace(ask, cluster=ask.cluster.kept_free(headroom)))
 
 
 def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
@@ -361,9 +382,12 @@ def larger_clusters(cluster: Cluster) -> list[Cluster]:
         f"{kind}:{here * 2**k}" for k in range(1, MOST_TIMES.bit_length()) if here * 2**k <= most
     ]
     nodes = [f"{preset.name}:{count}" for count in _more_nodes(1)] if preset else []
-    price = cluster.price_per_device_hour
-    found = [ClusterSpec.parse(text) for text in inside + nodes]
-    return found if price is None else [each.with_price(price) for each in found]
+    own = cluster.one_kind
+    found = [ClusterSpec.parse(text).one_kind for text in inside + nodes]
+    return [
+        replace(each, price_per_device_hour=own.price_per_device_hour, headroom=own.headroom)
+        for each in found
+    ]
 
 
 def _is_part(cluster: Cluster) -> bool:
@@ -395,6 +419,7 @@ def remedies_data(answer: Remedies) -> dict[str, Any]:
         "answer": "does not fit",
         "reason": answer.reason,
         "capacity_bytes": min(group.device.memory_bytes for group in answer.ask.cluster.groups),
+        "room_bytes": min(group.room_bytes for group in answer.ask.cluster.groups),
         "least_memory": least
         and {"peak_bytes": max(least.predicted.peak_memory_bytes), "parts": least.predicted.memory},
         "remedies": [_remedy_data(remedy) for remedy in answer.found],
@@ -415,6 +440,7 @@ def _remedy_data(remedy: Remedy) -> dict[str, Any]:
         "global_batch": ask.global_batch,
         "seq": ask.seq,
         "pin": dict(ask.pin),
+        "headroom": max(group.headroom or 0.0 for group in ask.cluster.groups),
         "step_time_s": predicted.step_time_s,
         "peak_memory_bytes": max(predicted.peak_memory_bytes),
         "tokens_per_s": predicted.tokens_per_s,

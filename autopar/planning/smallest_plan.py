@@ -30,6 +30,6 @@ def smallest_plan(
     try:
         spec = cluster.groups[0]
         device = replace(spec.device, memory_bytes=ceil(least_bytes * _ROOM))
-        return plan_on(pin, replace(spec, device=device))
+        return plan_on(pin, replace(spec, device=device, headroom=0.0))
     except NoPlanFits:
         return None

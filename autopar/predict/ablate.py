@@ -19,6 +19,7 @@ import numpy as np
 from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
+from autopar.garbage import seldom_collected
 from autopar.predict.evaluate import Case, case_of, evaluate, price
 from autopar.predict.fit import FREE, NO_RUN, Sensitivities, sensitivities
 from autopar.predict.run import Run, RunPrediction
@@ -145,6 +146,10 @@ MECHANISMS = (
     Mechanism("link efficiency", "links as in benchmarks", constants=_constants(intra_efficiency=1.0, inter_efficiency=1.0),
               settled=("intra_efficiency", "inter_efficiency")),
     Mechanism("kernel launches", "kernels start at once", constants=_constants(launch_s=0.0), settled=("launch_s",)),
+    Mechanism("host", "the host issues operations at once", case=_software(issue_s=0.0)),
+    Mechanism("waiting for routes", "the host runs ahead of experts", case=_software(waits_for_routing=False)),
+    Mechanism("CUDA graphs", "the host issues every operation", case=_software(cuda_graphs="none")),
+    Mechanism("dispatch once", "a token goes to each of its experts", case=_software(dispatch="copies")),
     Mechanism("memory traffic", "memory is infinitely fast", case=_device(memory_bandwidth_Bps=INFINITE_BPS), settled=("hbm_efficiency",)),
     Mechanism("compiler fusion", "all run in eager mode", case=_software(compiled=False)),
     Mechanism("kernels by hand", "Megatron's too run op by op", case=_software(fused_kernels=False)),
@@ -204,6 +209,7 @@ class Ablation:
     without: tuple[Without, ...]
 
 
+@seldom_collected()
 def ablate(
     runs: Sequence[Run],
     mechanisms: Sequence[Mechanism] = MECHANISMS,

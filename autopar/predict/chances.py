@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import erf, log, nan, sqrt
+from math import nan
+
+from autopar_cost_models import memory_error
 
 from autopar.predict.run import Run, RunPrediction
 
-SPREAD = 0.16
-"""Standard deviation of log(measured / predicted memory). Fit: the root mean square over nanotron's
-runs of the ultra-scale playbook.
-"""
+LEAST_CHANCE = 0.1
+"""A layout is rejected if its chance to fit is below this."""
 
 BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
 """Ends of the intervals of chances in a reliability table."""
 
 
 def fit_chance(run: Run, prediction: RunPrediction) -> float | None:
-    """The chance that the run fits its GPU: that memory with a normal error of `SPREAD` in its
-    logarithm is at most that of the GPU. None if the memory of the GPU is unknown.
+    """The chance that the run fits its GPU (`memory_error.fit_chance`). None if the memory of the
+    GPU is unknown.
     """
     if run.machine.memory_bytes is None:
         return None
-    room = log(run.machine.memory_bytes / max(prediction.peak_memory_bytes, 1.0))
-    return (1 + erf(room / SPREAD / sqrt(2))) / 2
+    return memory_error.fit_chance(prediction.peak_memory_bytes, run.machine.memory_bytes)
 
 
 def separation(ran: Sequence[float], failed: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import AutoparError
+from autopar.garbage import seldom_collected
 from autopar.predict.run import Evaluate, Run
 from autopar.predict.runs import Problem, out_of_memory_layouts, read_files
 from autopar.predict.score import Scored
@@ -54,6 +55,7 @@ def predict_files(
     )
 
 
+@seldom_collected()
 def predict_runs(
     runs: Iterable[Run], evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
 ) -> tuple[tuple[Scored, ...], tuple[Problem, ...]]:

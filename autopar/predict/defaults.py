@@ -13,14 +13,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.predict.frameworks import by_framework
 from autopar.predict.machines import memory_bytes_of, nic_Bps_of, nvlink_domain_of
 from autopar.predict.options import Stated
 from autopar.predict.run import Dims
-from autopar.predict.stacks import is_deepspeed, is_megatron, is_nanotron, is_nvidia, runs_on, since
+from autopar.request.framework_names import (
+    is_deepspeed,
+    is_megatron,
+    is_nanotron,
+    is_nvidia,
+    runs_on,
+    since,
+)
 
 FLASH_SINCE = 2023
 VOCAB_MULTIPLE = 128
 TIED_TOLERANCE = 0.02
+BY_FRAMEWORK = "by the rules of request/frameworks.py"
 NANOTRON_TIES_BELOW = 10_000
 """Width of the MLP below which nanotron's scripts/scaling_benchmarks.py ties embeddings."""
 
@@ -175,25 +184,8 @@ def _grads(row: Stated) -> str:
     return row["compute"] if narrow else "fp32"
 
 
-def _fuses(row: Stated) -> bool:
-    """Whether the run uses Megatron-LM 2.6 or later, after DeepSpeed's fork."""
-    return _megatron(row) and not _deepspeed(row) and _since(row, 2022)
-
-
-def _attention_kernel(row: Stated) -> str:
-    if _nvidia_recipe(row):
-        return "cudnn"
-    return "flash2" if _since(row, 2023) else "flash1"
-
-
 def _dropout(row: Stated) -> float:
     return 0.1 if row["family"] == "gpt" and _megatron(row) and not _since(row, 2023) else 0.0
-
-
-def _overlaps_dp(row: Stated) -> bool:
-    zero_3 = row["sharding"] == "zero" and row["zero"] == 3
-    prefetches = zero_3 or row["sharding"] in ("fsdp", "hsdp")
-    return prefetches or (_nvidia_recipe(row) and row["zero"] > 0)
 
 
 # --------------------------------------------------------------------------------------------------------------------- the table
@@ -281,34 +273,27 @@ DEFAULTS: tuple[Default, ...] = (
     Default("flash", f"on since {FLASH_SINCE}, off before",
             "FlashAttention (arXiv:2205.14135) reached Megatron and PyTorch by then",
             lambda row: _since(row, FLASH_SINCE)),
-    Default("attention_kernel", "NVIDIA's recipes cudnn; others flash2 since 2023, flash1 before",
-            "TransformerEngine calls cuDNN; FlashAttention-2 (arXiv:2307.08691) is what PyTorch and flash-attn run since",
-            _attention_kernel, matters=lambda row: row["flash"]),
+    Default("attention_kernel", BY_FRAMEWORK, "TransformerEngine calls cuDNN, others FlashAttention's kernels",
+            by_framework("attention_kernel"), matters=lambda row: row["flash"]),
     Default("fused_softmax", "on for Megatron and what is built on it",
             "Megatron-LM's fused scale-mask-softmax kernels", _megatron,
             matters=lambda row: not row["flash"]),
     Default("compile", "off",
             "torch.compile is printed where it is used; torchtitan's default of 2024 is off",
             lambda row: False),
-    Default("tp_overlap", "on with NVIDIA's recipes and sequence parallelism",
-            "TransformerEngine's user buffers (tp_comm_overlap)",
-            lambda row: _nvidia_recipe(row) and row["tp"] > 1 and row["sp"],
-            matters=lambda row: row["tp"] > 1),
+    Default("tp_overlap", BY_FRAMEWORK, "TransformerEngine's user buffers in NVIDIA's recipes",
+            by_framework("tp_overlap", False), matters=lambda row: row["tp"] > 1),
     Default("pp_overlap", "on with NVIDIA's recipes and interleaving",
             "overlap_p2p_comm of those recipes", lambda row: _nvidia_recipe(row) and row["vpp"] > 1,
             matters=_pipelined),
-    Default("dp_overlap",
-            "on with FSDP, DeepSpeed's ZeRO-3, and NVIDIA's recipes with the distributed optimizer",
-            "FSDP and DeepSpeed prefetch (stage3_prefetch_bucket_size, overlap_comm); overlap_grad_reduce",
-            _overlaps_dp, matters=lambda row: row["dp"] * row["cp"] > 1),
-    Default("early_stop", "off for Megatron and what is built on it, else on",
-            "Megatron-LM's own checkpoint function runs a block to its end; torch.utils.checkpoint stops at the last tensor that is needed",
-            lambda row: not _megatron(row), matters=lambda row: row["recompute"] == "full"),
-    Default("late_gradients", "on for Megatron since 2022, off for others",
-            "Megatron-LM's async_tensor_model_parallel_allreduce (v2.6, 2021); DTensor's tensor parallelism waits at once",
-            _fuses, matters=lambda row: row["tp"] > 1),
-    Default("fused_accumulation", "on for Megatron since 2022, off for others",
-            "Megatron-LM's gradient_accumulation_fusion (v2.6, 2021)", _fuses),
+    Default("dp_overlap", BY_FRAMEWORK, "FSDP, DeepSpeed's ZeRO-3 and NVIDIA's recipes prefetch",
+            by_framework("dp_overlap"), matters=lambda row: row["dp"] * row["cp"] > 1),
+    Default("early_stop", BY_FRAMEWORK, "torch.utils.checkpoint stops early, Megatron-LM's does not",
+            by_framework("early_stop", True), matters=lambda row: row["recompute"] == "full"),
+    Default("late_gradients", BY_FRAMEWORK, "Megatron-LM since v2.6 (2021)",
+            by_framework("late_gradients"), matters=lambda row: row["tp"] > 1),
+    Default("fused_accumulation", BY_FRAMEWORK, "Megatron-LM since v2.6 (2021)",
+            by_framework("fused_accumulation", False)),
     Default("optimizer", "adam", "what all sources train with unless stated", lambda row: "adam"),
     Default("dropout", "0.1 for gpt in Megatron or DeepSpeed before 2023, else 0",
             "Megatron-LM's default; later recipes train without",

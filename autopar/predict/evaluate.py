@@ -21,11 +21,21 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
-from autopar.predict.frameworks import SAVING, framework_fields, saves_where_tight
+from autopar.planning.model_facts import as_planned
+from autopar.predict.frameworks import (
+    SAVING,
+    job_of,
+    offloaded,
+    offloads_where_tight,
+    saves_where_tight,
+)
+from autopar.predict.host import waiting_s
 from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.stage_cuts import stages_pin
+from autopar.recheck.plan_costs import setting_of
+from autopar.request.frameworks import SCALINGS, fields_of
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
@@ -49,8 +59,6 @@ _SCHEDULES = {
     "interleaved": "interleaved_1f1b",
     "zero_bubble": "zero_bubble",
 }
-_SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
-             "mx": "block"}  # fmt: skip
 _ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients",
           "tp_overlap")  # fmt: skip
 """Fields of a run's software that `autopar.Software` has under the same name."""
@@ -72,14 +80,14 @@ class Case:
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     """The predicted step time, peak memory and breakdown of a run, with the constants `fitted` of
     the cost models. If it does not fit the GPU, and its framework has options that save memory
-    (`saves_where_tight`), it is predicted with these. Raises AutoparError if it cannot be
+    (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises AutoparError if it cannot be
     predicted, with the reason.
     """
     case = case_of(run, fitted)
     found = price(case)
     if found.peak_memory_bytes > (run.machine.memory_bytes or inf) and saves_where_tight(run):
         return price(replace(case, software=replace(case.software, **SAVING)))
-    return found
+    return offloaded(run, found) if offloads_where_tight(run) else found
 
 
 def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
@@ -99,7 +107,8 @@ def price(case: Case) -> RunPrediction:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
     if case.run.dims.one_layer:
         return _one_more(case)
-    return _prediction(case, _pinned(case))
+    plan = _pinned(case)
+    return _prediction(case, plan, _waiting_s(case, plan))
 
 
 def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
@@ -116,7 +125,8 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
     found, errors = [], []
     for pin in ways:
         try:
-            found.append(_plan(case, _traced(case.run), pin, memory_bytes, time_limit_s))
+            request = _request(case, pin, memory_bytes)
+            found.append(api.plan_traced(_traced(case.run), request, time_limit_s))
         except NoPlanFits as error:
             errors.append(error)
     if not found:
@@ -126,36 +136,41 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
 
 def _pinned(case: Case, layers: int | None = None) -> Plan:
     """The plan with the run's layout, for the run's number of layers or `layers`."""
-    return _plan(case, _traced(case.run, layers), _pins(case.run), UNLIMITED_BYTES)
+    # one or two candidates: helper processes would take longer to start than to search
+    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
+    return api.plan_traced(_traced(case.run, layers), request, processes=1)
 
 
-def _plan(
-    case: Case,
-    traced: TracedModel,
-    pin: dict[str, Any],
-    memory_bytes: int,
-    time_limit_s: float = 60.0,
-) -> Plan:
-    run, cluster = case.run, case.cluster
-    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
-    request = PlanRequest(
-        cluster,
-        run.global_batch,
+def _request(case: Case, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
+    device = replace(case.cluster.device, memory_bytes=memory_bytes)
+    return PlanRequest(
+        replace(case.cluster, device=device),
+        case.run.global_batch,
         Pins.of(pin),
         precision="bf16",
         runnable=False,
-        model_name=run.id,
+        model_name=case.run.id,
         software=case.software,
     )
-    return api.plan_traced(traced, request, time_limit_s)
 
 
-def _prediction(case: Case, plan: Plan) -> RunPrediction:
+def _waiting_s(case: Case, plan: Plan) -> float:
+    """Seconds of a step in which the devices of the pinned plan wait for the host."""
+    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
+    setting = setting_of(plan, request, plan.recompute, 0)
+    return waiting_s(plan, as_planned(_traced(case.run), plan), setting)
+
+
+def _prediction(case: Case, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:
+    """The prediction of a plan whose devices wait for the host for `waiting_s` seconds of a step."""
+    predicted = plan.predicted
     return RunPrediction(
-        plan.predicted.step_time_s,
-        max(plan.predicted.peak_memory_bytes),
-        plan.predicted.breakdown,
+        predicted.step_time_s + waiting_s,
+        max(predicted.peak_memory_bytes),
+        predicted.breakdown | ({"host": waiting_s} if waiting_s else {}),
         outside_bytes(plan.mesh, plan.shard, case.cluster.device),
+        first_rank_bytes=predicted.peak_memory_bytes[0],
+        kept_bytes=predicted.memory.get("kept", 0),
     )
 
 
@@ -198,12 +213,12 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
 
 
 def _software(run: Run, generation: str) -> Software:
-    stated = {name: getattr(run.software, name) for name in _ALIKE}
+    found = fields_of(job_of(run)) | {name: getattr(run.software, name) for name in _ALIKE}
     if run.precision.matmul == "fp8":
-        stated |= {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]}
-    if (generation, run.software.attention_kernel) in FLASH_RATES:
-        stated["attention_kernel"] = run.software.attention_kernel
-    return Software(compiled=run.software.compile, **stated, **framework_fields(run))
+        found |= {"matmul_dtype": "fp8", "fp8_scaling": SCALINGS[run.precision.recipe]}
+    kernel = run.software.attention_kernel
+    found["attention_kernel"] = kernel if (generation, kernel) in FLASH_RATES else None
+    return Software(compiled=run.software.compile, **found)
 
 
 def _traced(run: Run, layers: int | None = None) -> TracedModel:

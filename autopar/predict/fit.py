@@ -1,5 +1,5 @@
 """Fits the constants of `autopar_cost_models.fitted` on measured runs: on all runs, and without one
-source at a time.
+source or model at a time.
 
 Near the constants in use, step times are nearly products of powers of them. One table of
 sensitivities, d log(time) / d log(constant), therefore serves all fits. It is computed by pricing
@@ -17,8 +17,9 @@ import numpy as np
 from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
+from autopar.garbage import seldom_collected
 from autopar.predict.run import Run, RunPrediction
-from autopar.predict.score import mape, mean
+from autopar.predict.score import GROUPINGS, mape, mean
 
 FREE = (
     "ampere_efficiency", "hopper_efficiency", "blackwell_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency",
@@ -70,14 +71,16 @@ class Sensitivities:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants fitted on all runs, with the errors by run. `left_out` has the errors of each
-    source's runs with constants fitted on all other sources (`constants_without`).
+    """Constants fitted on all runs, with the errors by run. `by` says what runs are grouped by.
+    `left_out` has the errors of each group's runs with constants fitted on all other groups
+    (`constants_without`).
     """
 
     constants: FittedConstants
     errors: dict[str, float]  # run -> relative error
-    left_out: dict[str, dict[str, float]]  # source -> run -> relative error
+    left_out: dict[str, dict[str, float]]  # group -> run -> relative error
     constants_without: dict[str, FittedConstants]
+    by: str = "source"
 
     @property
     def mape(self) -> float:
@@ -92,11 +95,12 @@ class Fit:
     @property
     def left_out_mape(self) -> float:
         """The mean absolute relative error over all runs, each predicted with constants fitted
-        without its source.
+        without its group.
         """
         return mape(error for errors in self.left_out.values() for error in errors.values())
 
 
+@seldom_collected()
 def sensitivities(
     runs: Sequence[Run],
     evaluate: Callable[[Run, FittedConstants], RunPrediction],
@@ -124,17 +128,19 @@ def sensitivities(
     return Sensitivities(tuple(found), np.array(errors), np.array(slopes))
 
 
-def fit(table: Sensitivities) -> Fit:
-    """The fit on all runs, and on all runs except those of each source."""
-    sources = np.array([run.source for run in table.runs])
-    whole = table.fit(np.ones(len(sources), bool))
+def fit(table: Sensitivities, by: str = "source") -> Fit:
+    """The fit on all runs, and on all runs except those of each group by a key of
+    `score.GROUPINGS`.
+    """
+    names = np.array([GROUPINGS[by](run) for run in table.runs])
+    whole = table.fit(np.ones(len(names), bool))
     left_out, without = {}, {}
-    for source in dict.fromkeys(sources):
-        change = table.fit(sources != source)
-        own = {run.id for run in table.runs if run.source == source}
-        left_out[source] = {run: e for run, e in table.errors_after(change).items() if run in own}
-        without[source] = _changed(change)
-    return Fit(_changed(whole), table.errors_after(whole), left_out, without)
+    for group in map(str, dict.fromkeys(names)):
+        change = table.fit(names != group)
+        own = {run.id for run, name in zip(table.runs, names, strict=True) if name == group}
+        left_out[group] = {run: e for run, e in table.errors_after(change).items() if run in own}
+        without[group] = _changed(change)
+    return Fit(_changed(whole), table.errors_after(whole), left_out, without, by)
 
 
 def _scaled(name: str, factor: float) -> FittedConstants:

@@ -1,135 +1,16 @@
-"""Facts about the frameworks of measured runs, as fields of `Software`: memory, and options that
-runs do not print.
-
-Each rule comes from the framework's source, its documentation or, where the rule says so, from runs
-of the framework. No rule uses measurements of the run that is predicted.
-"""
+"""The frameworks of measured runs, as jobs of `request/frameworks.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from math import ceil, inf
 from typing import Any
 
-from autopar.predict.run import Run
-from autopar.predict.stacks import (
-    is_deepspeed,
-    is_megatron,
-    is_nanotron,
-    is_nvidia,
-    runs_on,
-    since,
-)
-
-BF16_OPTIMIZER_SINCE = 2022
-"""First year of DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801). Before,
-gradients were always 16-bit.
-"""
-
-DEEPSPEED_BATCHES_SINCE = 2022
-"""First year in which DeepSpeed gathers many parameters at once (release 0.5.9, pull request 1453:
-68 -> 116 TFLOP/s for 50e9 parameters on 64 A100).
-"""
-
-FUSED_NORMS_SINCE = 2026
-"""First year that surely has torch's fused rms_norm in eager mode (pull request 153666, mid-2025,
-"around 9x speedup vs unfused"). A run of 2025 may predate it.
-"""
-
-LIVE_PARAMETERS = 1_000_000_000
-"""Default of DeepSpeed's stage3_max_live_parameters, in scalars."""
-
-REDUCE_BUCKET_BYTES = 2 * 500_000_000
-"""Bytes of DeepSpeed's reduce_bucket_size: 5e8 elements in fp16. ZeRO-1 allocates it in pipelines
-(stage_1_and_2.py, reduce_gradients).
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A field of `Software`, its value for runs to which the rule applies, and the reason. The
-    first rule that applies decides a field.
-    """
-
-    field: str
-    value: Any
-    applies: Callable[[Run], bool]
-    reason: str
-
-
-def _runs_on(run: Run, *names: str) -> bool:
-    return runs_on(run.software.framework, *names)
-
-
-def _deepspeed(run: Run) -> bool:
-    return is_deepspeed(run.software.framework)
-
-
-def _nvidia(run: Run) -> bool:
-    return is_nvidia(run.software.framework)
-
-
-def _nanotron(run: Run) -> bool:
-    return is_nanotron(run.software.framework)
-
-
-def _megatron(run: Run) -> bool:
-    return is_megatron(run.software.framework)
-
-
-def _recent(run: Run, year: int) -> bool:
-    return since(run.software.year, year)
-
-
-def _full_precision_shards(run: Run) -> bool:
-    return run.degrees.zero == 3 and run.degrees.sharding in ("fsdp", "hsdp") and not _nvidia(run)
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation"),
-    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "megatron-core", "megatron-bridge") and _recent(run, 2025),
-         "cross_entropy_fusion_impl='te' in Megatron-Bridge's performance recipes"),
-    Rule("loss_kernel", "fused", lambda run: _runs_on(run, "llm-foundry"), "loss_fn: fused_crossentropy, llm-foundry's default"),
-    Rule("loss_kernel", "in_place", _megatron, "Megatron's vocab_parallel_cross_entropy"),
-    Rule("gathers_again", True, _megatron, "Megatron's linear layers save their shard of the input (Korthikanti et al. 2022, 4.2.2)"),
-    Rule("gathers_again", True, lambda run: _nanotron(run) and run.degrees.pp > 1,
-         "nanotron's tp_recompute_allgather; scripts/scaling_benchmarks.py ran layouts with a pipeline again, with a later version"),
-    Rule("loss_kernel", "beside", _nanotron, "nanotron's sharded_cross_entropy writes the softmax beside its input, which forward holds"),
-    Rule("state_recipe", "copied_gradients", lambda run: _nanotron(run) and run.degrees.zero == 0 and run.degrees.dp > 1,
-         "nanotron without ZeRO adds up gradients in fp32 buffers beside the 16-bit buckets of DDP (src/nanotron/trainer.py, make_ddp)"),
-    Rule("keeps_fp8", True, lambda run: run.precision.matmul == "fp8" and (_nvidia(run) or run.precision.recipe == "delayed"),
-         "Transformer Engine saves inputs of linear layers in fp8; torchao saves them as they came"),
-    Rule("fp8_weight_copies", True, lambda run: run.precision.matmul == "fp8" and _runs_on(run, "nemo"),
-         "Transformer Engine caches the fp8 weight and its transpose over micro-batches; Megatron-Bridge holds parameters in fp8 instead"),
-    Rule("keeps_stage_outputs", False, lambda run: _megatron(run) and not _deepspeed(run), "Megatron's deallocate_pipeline_outputs"),
-    Rule("state_recipe", "fsdp", _full_precision_shards, "FSDP shards fp32 parameters and casts what it gathers"),
-    Rule("state_recipe", "deepspeed_bf16",
-         lambda run: _deepspeed(run) and run.precision.compute == "bf16" and run.degrees.pp > 1 and _recent(run, BF16_OPTIMIZER_SINCE),
-         "DeepSpeed's BF16_Optimizer"),
-    Rule("state_recipe", "deepspeed_fp16", _deepspeed, "DeepSpeed's ZeRO optimizers hold gradients in 16 bits"),
-    Rule("state_recipe", "bf16_gradients", lambda run: _megatron(run) and run.precision.grads in ("bf16", "fp8", "fp4"),
-         "grad_reduce_in_fp32 is off in NVIDIA's performance recipes"),
-    Rule("workspace_bytes", REDUCE_BUCKET_BYTES,
-         lambda run: _deepspeed(run) and run.precision.compute == "fp16" and run.degrees.zero * run.degrees.pp > 1,
-         "DeepSpeed's contiguous gradient bucket"),
-    Rule("sharded_interfaces", 1, lambda run: _deepspeed(run) and run.degrees.zero == 3 and not _recent(run, DEEPSPEED_BATCHES_SINCE),
-         "DeepSpeed gathered parameter by parameter, in shards too small for more than one ring through the nodes"),
-    Rule("scatters_messages", True, lambda run: run.software.scatter_gather_p2p or _deepspeed(run),
-         "the row says so; DeepSpeed's pipelines do with tensor parallelism (PipelineEngine.is_pipe_partitioned)"),
-    Rule("deepspeed_passes", True, lambda run: _deepspeed(run) and _megatron(run) and run.degrees.pp > 1,
-         "530B parameters on 2240 A100 in one layout: 60.1 s for 240 micro-batches with Megatron-DeepSpeed (MT-NLG, arXiv:2201.11990), "
-         "55.45 s for 280 with Megatron-LM (Narayanan et al., SC 2021): 14 ms a layer and micro-batch"),
-    Rule("fp8_gathers", True, lambda run: run.precision.recipe in ("tensorwise", "current", "delayed"),
-         "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
-         "Transformer Engine gathers in fp8 too"),
-    Rule("composite_norms", True, lambda run: _runs_on(run, "torchtitan") and not _recent(run, FUSED_NORMS_SINCE),
-         "torch.nn.RMSNorm and the models' own norms had no kernel of their own in eager mode"),
-    Rule("fused_optimizer", False, lambda run: _runs_on(run, "llm-foundry"),
-         "composer.optim.DecoupledAdamW updates parameter by parameter, operation by operation"),
-    Rule("root_unit", True, lambda run: run.degrees.zero == 3 and not _deepspeed(run), "FSDP's root unit has what is in no block"),
-    Rule("live_parameters", LIVE_PARAMETERS, lambda run: _deepspeed(run) and run.degrees.zero == 3, "DeepSpeed gathers by submodule"),
-)  # fmt: skip
-
+from autopar.predict.options import Stated
+from autopar.predict.run import Run, RunPrediction
+from autopar.request.framework_names import is_nanotron, is_nvidia
+from autopar.request.frameworks import FrameworkJob, fields_of
 
 SAVING: dict[str, Any] = {"gathers_again": True}
 """Fields of `Software` that save memory, and that a framework switches on where a layout does not
@@ -141,15 +22,89 @@ def saves_where_tight(run: Run) -> bool:
     """Whether a run that does not fit is assumed to use what `SAVING` has: nanotron's
     tp_recompute_allgather is an option that runs do not print.
     """
-    return _nanotron(run)
+    return is_nanotron(run.software.framework)
 
 
-def framework_fields(run: Run) -> dict[str, Any]:
-    """The fields of `Software` that follow from a run's framework, by name, with their values.
-    Fields without a rule that applies are left out.
+def job_of(run: Run) -> FrameworkJob:
+    """The job of a run."""
+    by, precision, software = run.degrees, run.precision, run.software
+    return FrameworkJob(
+        framework=software.framework,
+        year=software.year,
+        compute=precision.compute,
+        matmul=precision.matmul,
+        recipe=precision.recipe,
+        gradients=precision.grads,
+        zero=by.zero,
+        sharding=by.sharding,
+        dp=by.dp,
+        tp=by.tp,
+        pp=by.pp,
+        sequence_parallel=by.sp,
+        scatters_messages=software.scatter_gather_p2p,
+        compiled=software.compile,
+        gpu=run.machine.gpu,
+        experts=run.dims.experts,
+        drops_tokens=software.drops_tokens,
+        dispatches_once=software.deepep,
+    )
+
+
+def by_framework(field: str, otherwise: Any = None) -> Callable[[Stated], Any]:
+    """A function from the fields of a row to the value of a field of `Software` in the row's
+    framework, or to `otherwise` if no rule decides it.
     """
-    found: dict[str, Any] = {}
-    for rule in RULES:
-        if rule.field not in found and rule.applies(run):
-            found[rule.field] = rule.value
-    return found
+    return lambda row: fields_of(_job_of_row(row)).get(field, otherwise)
+
+
+def printed_scope(framework: str) -> str:
+    """What a framework prints as its memory, where a source does not say: nanotron prints the peaks
+    of torch's allocator (src/nanotron/helpers.py, create_table_log); '' if unknown.
+    """
+    return "reserved" if is_nanotron(framework) else ""
+
+
+def prints_first_rank(framework: str) -> bool:
+    """Whether a framework prints the memory of the first pipeline rank: nanotron's rank 0 writes its
+    own (src/nanotron/helpers.py, log_throughput).
+    """
+    return is_nanotron(framework)
+
+
+def offloads_where_tight(run: Run) -> bool:
+    """Whether a run that does not fit is assumed to move activations of layers to the host, as
+    NVIDIA's recipes with Megatron-FSDP do. Tables do not print it. Source: Megatron-Bridge,
+    scripts/performance/configs, cpu_offloading_num_layers: 5 to 40 of 80 layers of Llama 3 70B.
+    """
+    return is_nvidia(run.software.framework) and run.degrees.sharding in ("fsdp", "hsdp")
+
+
+def offloaded(run: Run, prediction: RunPrediction) -> RunPrediction:
+    """The prediction with the activations of as few layers on the host as let it fit, at most all
+    but two. Transfers are taken to be hidden: NVLink-C2C has half the bandwidth of NVLink.
+    """
+    over = prediction.peak_memory_bytes - (run.machine.memory_bytes or inf)
+    layer_bytes = prediction.kept_bytes / run.dims.layers
+    if over <= 0 or not layer_bytes:
+        return prediction
+    moved = min(ceil(over / layer_bytes), run.dims.layers - 2)
+    size_bytes = prediction.peak_memory_bytes - moved * layer_bytes
+    return replace(prediction, peak_memory_bytes=size_bytes)
+
+
+def _job_of_row(row: Stated) -> FrameworkJob:
+    return FrameworkJob(
+        framework=row["framework"],
+        year=row["year"],
+        compute=row["compute"],
+        matmul=row["matmul"],
+        recipe=row["recipe"],
+        gradients=row["grads"],
+        zero=row["zero"],
+        sharding=row["sharding"],
+        dp=row["dp"],
+        tp=row["tp"],
+        pp=row["pp"],
+        sequence_parallel=row["sp"],
+        scatters_messages=row.get("scatter_gather_p2p", False),
+    )

@@ -106,7 +106,7 @@ def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
     alike = (
         node
         for node in NODES.values()
-        if (node.device.name, node.devices_per_node) == (device, per_node)
+        if (node.device.name, node.devices_per_node, node.by_name) == (device, per_node, False)
     )
     return next(
         (

@@ -55,6 +55,8 @@ _FLAGS: dict[str, Stated] = {
     "sequence_parallel": {"sp": True},
     "deepspeed_3d": {},
     "fsdp2_prefetch": {"dp_overlap": True},
+    "deepep": {"deepep": True},
+    "token_drop": {"drops_tokens": True},
 }
 _NUMBERS = {
     "experts": "experts",
@@ -228,6 +230,7 @@ _NOTES: tuple[tuple[str, Stated], ...] = (
     (r"'?PURE'? bf16", {"reduce": "bf16"}),
     (r"transformer ?engine fp8", {"recipe": "delayed"}),
     (r"fp32 grad(?:ient)? accumulation", {"grads": "fp32"}),
+    (r"token[- ]drop|capacity factor", {"drops_tokens": True}),
 )
 
 

@@ -5,7 +5,7 @@ here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,8 @@ def _row(result: Scored) -> dict[str, Any]:
         "memory_error": result.memory_error,
         "fits": result.fits,
         "fit_chance": result.fit_chance,
+        "rejected": result.rejected,
+        "near_limit": (result.fit_chance or 1.0) < SURE,
         "scored": run.complete,
         "defaulted": list(run.defaulted),
         "ignored_options": list(run.ignored),
@@ -174,15 +176,15 @@ def _rows(predictions: Predictions) -> Table:
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
     table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption = (
-        "! does not fit the GPU; ~ may not fit: near the limit runs took several times as long"
+        "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long"
     )
     table.caption_justify = "left"
     return table
 
 
 def _limit_mark(result: Scored) -> str:
-    """The mark of a layout that does not fit its GPU, or may not."""
-    if result.fits is False:
+    """The mark of a layout that is rejected, or that may not fit its GPU."""
+    if result.rejected:
         return " !"
     return " ~" if (result.fit_chance or 1.0) < SURE else ""
 
@@ -328,18 +330,19 @@ def _number(value: float) -> str:
 
 
 def fit_json(found: Fit) -> str:
-    """The fit as JSON text: `constants`, `errors` by run, `mape` and `bias`; by source, the errors
-    with constants fitted without it.
+    """The fit as JSON text: `constants`, `errors` by run, `mape` and `bias`; by group (`by`), the
+    errors with constants fitted without it.
     """
     left_out = {
-        source: {
+        group: {
             "mape": mape(errors.values()),
             "errors": errors,
-            "constants": asdict(found.constants_without[source]),
+            "constants": asdict(found.constants_without[group]),
         }
-        for source, errors in found.left_out.items()
+        for group, errors in found.left_out.items()
     }
     data = {
+        "by": found.by,
         "constants": asdict(found.constants),
         "mape": found.mape,
         "bias": found.bias,
@@ -350,15 +353,15 @@ def fit_json(found: Fit) -> str:
     return _json_text(data)
 
 
-def fit_table(found: Fit) -> Group:
-    """Tables of the constants, and of each source's errors with constants fitted with and without
-    it.
+def fit_table(found: Fit, families: Mapping[str, str]) -> Group:
+    """Tables of the constants, and of each group's errors with constants fitted with and without
+    it. `families` has the family of each run, by its id.
     """
     from rich.console import Group
     from rich.table import Table
 
     constants = Table(title="Constants", title_justify="left", box=None)
-    for column in ("constant", "in use", "fitted", "range, without one source"):
+    for column in ("constant", "in use", "fitted", f"range, without one {found.by}"):
         constants.add_column(column, justify="left" if column == "constant" else "right")
     for name in FREE:
         without = [getattr(c, name) for c in found.constants_without.values()]
@@ -366,21 +369,19 @@ def fit_table(found: Fit) -> Group:
         constants.add_row(
             name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}"
         )
-    title = "Step times, each source by constants fitted with it and without it"
-    sources = Table(title=title, title_justify="left", box=None)
-    for column in ("source", "runs", "MAPE with", "bias with", "MAPE without", "bias without"):
-        sources.add_column(column, justify="left" if column == "source" else "right")
-    for source, errors in found.left_out.items():
-        own, unseen = [found.errors[run] for run in errors], errors.values()
-        sources.add_row(
-            source,
-            str(len(errors)),
-            *(f"{100 * x:.1f} %" for x in (mape(own), mean(own), mape(unseen), mean(unseen))),
-        )
-    unseen_bias = mean(e for errors in found.left_out.values() for e in errors.values())
-    whole = found.mape, found.bias, found.left_out_mape, unseen_bias
-    sources.add_row("all", str(len(found.errors)), *(f"{100 * x:.1f} %" for x in whole))
-    return Group(constants, "", sources)
+    unseen = {run: e for errors in found.left_out.values() for run, e in errors.items()}
+    groups = {group: list(errors) for group, errors in found.left_out.items()}
+    for family in dict.fromkeys(families.values()):
+        groups[f"all: {family}"] = [run for run in unseen if families[run] == family]
+    groups["all"] = list(unseen)
+    rows = []
+    for name, runs in groups.items():
+        own, left = [found.errors[run] for run in runs], [unseen[run] for run in runs]
+        scores = (mape(own), mean(own), mape(left), mean(left))
+        rows.append((name, str(len(runs)), *(f"{100 * x:.1f} %" for x in scores)))
+    title = f"Step times, each {found.by} by constants fitted with it and without it"
+    columns = (found.by, "runs", "MAPE with", "bias with", "MAPE without", "bias without")
+    return Group(constants, "", _grid(title, columns, rows, right=range(1, 6)))
 
 
 # --------------------------------------------------------------------------------------------------------------------- mechanisms

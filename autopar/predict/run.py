@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
+from autopar.request.frameworks import SHARDINGS
 
 FAMILIES = ("gpt", "llama", "moe")
 POSITIONS = ("learned", "alibi", "rope", "none")
 ACTIVATIONS = ("gelu", "relu2", "swiglu")
 FAMILY_ACTIVATIONS = {"gpt": ("gelu", "relu2"), "llama": ("swiglu", "relu2"), "moe": ("swiglu",)}
-SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
 RECOMPUTE = ("none", "attention", "op", "layers", "full")
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "dual_pipe")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
@@ -274,7 +274,8 @@ class Software:
     `fused_softmax` says whether scale, mask and softmax are one kernel. `year` is that of the run,
     or None. `tp_overlap`, `pp_overlap` and `dp_overlap`: communication over these axes overlaps
     with compute. `early_stop`, `late_gradients` and `fused_accumulation` are those of
-    `autopar.Software`.
+    `autopar.Software`. `drops_tokens`: experts have a capacity. `deepep`: each token is sent once
+    to each node and rank.
     """
 
     framework: str
@@ -293,6 +294,8 @@ class Software:
     attention_kernel: str = "flash2"
     async_tp: bool = False
     scatter_gather_p2p: bool = False
+    drops_tokens: bool = False
+    deepep: bool = False
 
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
@@ -305,7 +308,8 @@ class Measured:
     """The measurements of a run; None means unpublished. `memory_scope` says what the memory
     counts: `allocated` tensors, the allocator's `reserved` memory, the whole `device`, or '' if
     that is unknown. An `analytic` figure is not a measurement. `memory_kind` is the file's text for
-    it. `parameters` is the published number of scalars. `out_of_memory`: the run is known to have
+    it. `memory_of_first_rank`: it is that of the first pipeline rank, not of the fullest GPU.
+    `parameters` is the published number of scalars. `out_of_memory`: the run is known to have
     failed for lack of memory.
     """
 
@@ -313,6 +317,7 @@ class Measured:
     memory_bytes: float | None = None
     memory_scope: str = ""
     memory_kind: str = ""
+    memory_of_first_rank: bool = False
     out_of_memory: bool = False
     parameters: float | None = None
 
@@ -382,24 +387,30 @@ class Run:
 class RunPrediction:
     """The prediction for a run. `breakdown` has the seconds of each part of the step;
     `peak_memory_bytes` is for the fullest GPU. `outside_bytes` of them are not torch's: the CUDA
-    context and the buffers of communicators.
+    context and the buffers of communicators. `first_rank_bytes` is the peak of the first pipeline
+    rank; None if there is one rank. `kept_bytes` of the peak are activations that wait for backward.
     """
 
     step_time_s: float
     peak_memory_bytes: float
     breakdown: dict[str, float] = field(default_factory=dict)
     outside_bytes: float = 0.0
+    first_rank_bytes: float | None = None
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _quantity("predicted step_time_s", self.step_time_s)
         _quantity("predicted peak_memory_bytes", self.peak_memory_bytes, zero=True)
 
-    def memory_bytes(self, scope: str) -> float:
-        """The bytes that a measurement of this scope counts. Torch's allocator sees no context and
-        no communicator.
+    def memory_bytes(self, scope: str, first_rank: bool = False) -> float:
+        """The bytes that a measurement of this scope counts, on the fullest GPU or on the
+        `first_rank` of the pipeline. Torch's allocator sees no context and no communicator.
         """
         torch_alone = scope in ("allocated", "reserved")
-        return self.peak_memory_bytes - (self.outside_bytes if torch_alone else 0.0)
+        size_bytes = self.peak_memory_bytes
+        if first_rank and self.first_rank_bytes is not None:
+            size_bytes = self.first_rank_bytes
+        return size_bytes - (self.outside_bytes if torch_alone else 0.0)
 
 
 Evaluate = Callable[[Run], RunPrediction]

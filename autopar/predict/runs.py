@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, shown
 from autopar.files import read_text
 from autopar.predict.defaults import complete
 from autopar.predict.failed import cells_of, is_layout
+from autopar.predict.frameworks import printed_scope, prints_first_rank
 from autopar.predict.options import (
     Stated,
     is_out_of_memory,
@@ -27,7 +28,6 @@ from autopar.predict.options import (
     read_sharding,
 )
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
-from autopar.predict.stacks import printed_scope
 
 REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
@@ -237,6 +237,7 @@ def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
         memory_bytes=None if size is None else size * unit,
         memory_scope="" if size is None else scope or printed_scope(row["framework"]),
         memory_kind="" if size is None else kind,
+        memory_of_first_rank=size is not None and prints_first_rank(row["framework"]),
         out_of_memory=time_s is None and said,
         parameters=row.get("parameters"),
     )

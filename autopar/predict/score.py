@@ -14,10 +14,16 @@ from math import isfinite, nan, sqrt
 
 from autopar_cost_models import DEVICES
 
-from autopar.predict.chances import Reliability, fit_chance, reliability, separation
+from autopar.predict.chances import (
+    LEAST_CHANCE,
+    Reliability,
+    fit_chance,
+    reliability,
+    separation,
+)
 from autopar.predict.machines import device_of
-from autopar.predict.run import Run, RunPrediction
-from autopar.predict.stacks import framework_of
+from autopar.predict.run import Dims, Run, RunPrediction
+from autopar.request.framework_names import framework_of
 
 WORST = 10
 CLEAR_DIFFERENCE = 0.10
@@ -51,7 +57,10 @@ class Scored:
         """
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
-        return relative_error(self.prediction.memory_bytes(measured.memory_scope), size_bytes)
+        return relative_error(
+            self.prediction.memory_bytes(measured.memory_scope, measured.memory_of_first_rank),
+            size_bytes,
+        )
 
     @property
     def fits(self) -> bool | None:
@@ -63,6 +72,12 @@ class Scored:
     def fit_chance(self) -> float | None:
         """The chance that the run fits its GPU; None if its memory is unknown."""
         return fit_chance(self.run, self.prediction)
+
+    @property
+    def rejected(self) -> bool | None:
+        """Whether the chance to fit is below `LEAST_CHANCE`; None if the GPU's memory is unknown."""
+        chance = self.fit_chance
+        return None if chance is None else chance < LEAST_CHANCE
 
 
 def relative_error(predicted: float, measured: float | None) -> float | None:
@@ -236,9 +251,9 @@ class MemoryScore:
     """Scores of peak memory. `count` runs have a measured memory, over which `mape` and `bias` are.
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
-    but are predicted not to fit, out of `judged` runs with known GPU memory. `rejected_unprinted`
+    but have a chance to fit below `LEAST_CHANCE`, out of `judged` runs with known GPU memory. `rejected_unprinted`
     counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are
-    layouts that ran out of memory but are predicted to fit, out of `out_of_memory` with known GPU
+    layouts that ran out of memory but have a higher chance, out of `out_of_memory` with known GPU
     memory. `separation` and `reliability` judge the chances to fit (`chances.py`).
     """
 
@@ -311,10 +326,10 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
         mape=mape(values),
         bias=mean(values),
         under=tuple(name for name, error in errors if error < -UNDER),
-        rejected=tuple(r.run.id for r in ran if r.fits is False),
-        rejected_unprinted=sum(r.fits is False and "recompute" in r.run.defaulted for r in ran),
+        rejected=tuple(r.run.id for r in ran if r.rejected),
+        rejected_unprinted=sum(bool(r.rejected) and "recompute" in r.run.defaulted for r in ran),
         judged=sum(r.fits is not None for r in ran),
-        accepted=tuple(r.run.id for r in failed if r.fits),
+        accepted=tuple(r.run.id for r in failed if not r.rejected),
         out_of_memory=len(failed),
         separation=separation([c for c, ok in judged if ok], [c for c, ok in judged if not ok]),
         reliability=reliability(judged),
@@ -344,12 +359,23 @@ SELECTIONS: dict[str, Callable[[Run], bool]] = {
 model.
 """
 
+
+def model_name(dims: Dims) -> str:
+    """The model of a run by its widths. Depth and sequence do not count, so a model and its shorter
+    proxies are one.
+    """
+    width = dims.moe_ffn or dims.ffn
+    experts = f", {dims.experts} experts" if dims.experts else ""
+    return f"{dims.family} {dims.hidden} x {width}, {dims.heads} heads{experts}"
+
+
 GROUPINGS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source or "(none)",
     "gpu": lambda run: run.machine.gpu,
     "dtype": lambda run: run.precision.matmul,
     "framework": lambda run: framework_of(run.software.framework),
     "generation": lambda run: DEVICES[device_of(run.machine.gpu)].generation,
+    "model": lambda run: model_name(run.dims),
     "family": lambda run: "experts" if run.dims.experts else run.dims.family,
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.predict.run import Run
-from autopar.predict.stacks import is_nanotron
+from autopar.request.framework_names import is_nanotron
 from autopar.request.pins import EVEN
 
 
@@ -18,8 +18,11 @@ def stages_pin(run: Run) -> str:
 
 def _by_cost(run: Run) -> list[int]:
     """The layers of each stage in nanotron. A stage ends behind the block with which the running
-    cost exceeds its even share (src/nanotron/models/base.py, build_model). Layers and head have the
+    cost reaches its even share (src/nanotron/models/base.py, build_model). Layers and head have the
     cost of their products with parameters (src/nanotron/models/llama.py, get_block_compute_costs).
+
+    A layer that ends on a share exactly ends its stage, though the source would add another one:
+    with 16 layers in 2 and 4 stages, the first stage runs as 10 and 5 layers would.
     """
     dims, ranks = run.dims, run.degrees.pp
     layer = dims.hidden * (4 * dims.heads * dims.head_dim + 3 * dims.ffn)
@@ -27,6 +30,6 @@ def _by_cost(run: Run) -> list[int]:
     sizes, stage = [0] * ranks, 0
     for number in range(dims.layers):
         sizes[stage] += 1
-        if (number + 1) * layer * ranks > total * (stage + 1):
+        if (number + 1) * layer * ranks >= total * (stage + 1):
             stage += 1
     return sizes

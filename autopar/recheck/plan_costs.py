@@ -62,28 +62,60 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class StaticBytes:
+    """Always-resident bytes on a device of a pipeline rank, by part. `fixed` has what no parameter
+    holds: the device's context, buffers, and messages in transit.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return self.parameters + self.gradients + self.optimizer + self.fixed
+
+
+@dataclass(frozen=True, slots=True)
 class PlanCosts:
     """The costs of a plan's choices, as data.
 
     Attributes:
         stages: the cost of each stage, first to last.
-        static_bytes: always-resident bytes on a device of each pipeline rank.
+        static: always-resident bytes on a device of each pipeline rank, by part.
         step_s: seconds that each pipeline rank spends once a step.
         hop_s: seconds of the longest message between stages.
         fixed_s: seconds that no choice changes.
     """
 
     stages: tuple[StageCost, ...]
-    static_bytes: tuple[int, ...]
+    static: tuple[StaticBytes, ...]
     step_s: tuple[float, ...]
     hop_s: float
     fixed_s: float
+
+    @property
+    def static_bytes(self) -> tuple[int, ...]:
+        """Always-resident bytes on a device of each pipeline rank."""
+        return tuple(static.total for static in self.static)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChange:
+    """A layout change over tp of the value `value`, from `have` to `need`, with its price."""
+
+    value: str
+    have: Layout
+    need: Layout
+    price: Conversion
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A segment as the plan runs it, with prices. `chosen` has the strategy of each op by name.
-    `buffer_bytes` is the buffer that its recompute mode needs; `arriving` are the layout changes of
+    `buffer_bytes` is the buffer that its recompute mode needs; `arrivals` are the layout changes of
     its inputs.
     """
 
@@ -91,14 +123,24 @@ class Segment:
     block: AnnotatedBlock
     chosen: Chosen
     buffer_bytes: int
-    arriving: tuple[Conversion, ...]
+    arrivals: tuple[LayoutChange, ...]
+
+    @property
+    def arriving(self) -> list[Conversion]:
+        """The prices of the layout changes of its inputs."""
+        return [change.price for change in self.arrivals]
+
+    @property
+    def changes(self) -> list[LayoutChange]:
+        """The layout changes inside the segment, in the order in which ops first read them."""
+        return list(_changes(self.block, self.chosen))
 
     @property
     def inside(self) -> list[Strategy | Conversion]:
         """All strategies and layout changes inside the segment, which take time in each
         micro-batch. Layout changes of its inputs are left out.
         """
-        return [*self.chosen.values(), *_conversions(self.block, self.chosen)]
+        return [*self.chosen.values(), *(change.price for change in self.changes)]
 
     @property
     def paid(self) -> list[Strategy | Conversion]:
@@ -177,15 +219,22 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     return PlanCosts(
         stages,
         tuple(
-            model.fixed_bytes
-            + passing_bytes(model, sent, rank)
-            + sum(strategy.static_bytes for strategy in of)
+            _static(of, model.fixed_bytes + passing_bytes(model, sent, rank))
             for rank, ((model, _), of) in enumerate(zip(on, owned, strict=True))
         ),
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
         longest_hop_s([model for model, _ in on], sent),
         base.fixed_s,
     )
+
+
+def _static(owned: Sequence[Strategy], fixed_bytes: int) -> StaticBytes:
+    gradients, optimizer = (
+        sum(getattr(strategy, name) for strategy in owned)
+        for name in ("gradient_bytes", "optimizer_bytes")
+    )
+    parameters = sum(strategy.static_bytes for strategy in owned) - gradients - optimizer
+    return StaticBytes(parameters, gradients, optimizer, fixed_bytes)
 
 
 def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
@@ -275,9 +324,9 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
     for segment, sources, number in zip(traced.segments, base.reads, numbers, strict=True):
         index = segment.class_index
         model, chosen = model_of(_mode(plan, plan.blocks[number])), chosen_of(number, index)
-        arriving = tuple(_arriving(model, found, index, chosen, sources))
+        arrivals = tuple(_arrivals(model, found, index, chosen, sources))
         again_bytes = model.fixed_bytes - base.fixed_bytes
-        found.append(Segment(index, model.classes[index], chosen, again_bytes, arriving))
+        found.append(Segment(index, model.classes[index], chosen, again_bytes, arrivals))
     return base, found
 
 
@@ -345,13 +394,13 @@ def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
     return found[0]
 
 
-def _arriving(
+def _arrivals(
     model: AnnotatedModel,
     before: Sequence[Segment],
     index: int,
     chosen: Chosen,
     sources: Sequence[tuple[int, int]],
-) -> Iterator[Conversion]:
+) -> Iterator[LayoutChange]:
     """Yields the layout changes of the inputs of a segment of class `index` with the strategies
     `chosen`, which pays for them. `before` has all earlier segments. `sources` has (segment,
     output) for each input; -1 is an input of the model.
@@ -372,10 +421,11 @@ def _arriving(
         have, need = maker.chosen[maker.block.outputs[output]].inputs[0], chosen[name].outputs[0]
         if have != need:
             where = f"the edge from output {output} of {maker.block.name} to {name} of {model.classes[index].name}"
-            yield _priced(prices[maker.class_index, output, place], have, need, where)
+            price = _priced(prices[maker.class_index, output, place], have, need, where)
+            yield LayoutChange(name, have, need, price)
 
 
-def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
+def _changes(block: AnnotatedBlock, chosen: Chosen) -> Iterator[LayoutChange]:
     """Yields the layout changes inside a segment: one for each value and each layout that an op
     reads and the producer does not deliver. Raises AutoparError if one is impossible.
     """
@@ -384,16 +434,16 @@ def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
         for op in block.ops
         for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)
     }
-    wanted = {
+    wanted = dict.fromkeys(
         (value, layout)
         for op in block.ops
         for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)
-    }
+    )
     for value, layout in wanted:
         if have[value] != layout:
-            yield _priced(
-                block.values[value].conversions, have[value], layout, f"{value} of {block.name}"
-            )
+            conversions, where = block.values[value].conversions, f"{value} of {block.name}"
+            price = _priced(conversions, have[value], layout, where)
+            yield LayoutChange(value, have[value], layout, price)
 
 
 def _priced(

@@ -68,6 +68,14 @@ class Replay:
         )
 
     @property
+    def memory_errors(self) -> tuple[float, ...]:
+        """For each pipeline rank, how far the prediction is from what was replayed, as a fraction:
+        0 between the replayed peak and `together_bytes`, positive if the replay holds more.
+        """
+        ranks = zip(self.predicted_bytes, self.replayed_bytes, self.together_bytes, strict=True)
+        return tuple(min(max(a, least), most) / a - 1 for a, least, most in ranks)
+
+    @property
     def disagreements(self) -> tuple[str, ...]:
         """One text for each difference beyond the tolerances: of the step time, and of each rank's
         memory. () if all agree.
@@ -80,21 +88,20 @@ class Replay:
             found.append(
                 f"a step takes {_more(self.time_difference)} (tolerance {100 * TIME_TOLERANCE:g} %)"
             )
-        for rank, (predicted, least, most) in enumerate(
-            zip(self.predicted_bytes, self.replayed_bytes, self.together_bytes, strict=True)
-        ):
-            if abs(off := min(max(predicted, least), most) / predicted - 1) > MEMORY_TOLERANCE:
+        for rank, off in enumerate(self.memory_errors):
+            if abs(off) > MEMORY_TOLERANCE:
                 found.append(
                     f"rank {rank} holds {_more(off)} (tolerance {100 * MEMORY_TOLERANCE:g} %)"
                 )
         return tuple(found)
 
     @property
-    def ranks(self) -> list[tuple[int, int, float]]:
-        """(predicted bytes, replayed bytes, replayed / predicted - 1) for each pipeline rank."""
-        return list(
-            zip(self.predicted_bytes, self.replayed_bytes, self.memory_differences, strict=True)
-        )
+    def ranks(self) -> list[tuple[int, int, int, float]]:
+        """(predicted bytes, replayed bytes, `together_bytes`, memory error) for each pipeline
+        rank.
+        """
+        sizes = self.predicted_bytes, self.replayed_bytes, self.together_bytes
+        return list(zip(*sizes, self.memory_errors, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """The replay as plain data for JSON: whether it agrees, disagreements, and predicted and
@@ -109,7 +116,14 @@ class Replay:
                 "difference": self.time_difference,
             },
             "memory_bytes": [
-                {"predicted": a, "replayed": b, "difference": off} for a, b, off in self.ranks
+                {
+                    "predicted": a,
+                    "replayed": b,
+                    "together": c,
+                    "difference": b / a - 1,
+                    "error": off,
+                }
+                for a, b, c, off in self.ranks
             ],
             "idle_share": self.idle_share,
         }
@@ -125,10 +139,10 @@ class Replay:
             ("step time", ms(self.predicted_s), ms(self.replayed_s), _signed(self.time_difference))
         ]
         several = len(self.ranks) > 1
-        for rank, (a, b, off) in enumerate(self.ranks):
-            rows.append(
-                (f"memory of rank {rank}" if several else "memory", gib(a), gib(b), _signed(off))
-            )
+        for rank, (a, b, c, off) in enumerate(self.ranks):
+            name = f"memory of rank {rank}" if several else "memory"
+            held = gib(b) if c <= (1 + MEMORY_TOLERANCE) * b else f"{gib(b)} to {gib(c)}"
+            rows.append((name, gib(a), held, _signed(off)))
         table = grid("Replay", ("", "predicted", "replayed", "difference"), rows, right=(1, 2, 3))
         if self.disagreements:
             return Group(
@@ -140,8 +154,8 @@ class Replay:
         if several:
             words += f"; the busiest rank waits for {percent(self.idle_share)} of the pipeline"
         words += "."
-        if min(self.memory_differences) < -MEMORY_TOLERANCE:
-            words += "  Where it holds less, the prediction counts as one what the stages of a rank need at different times."
+        if any(c > (1 + MEMORY_TOLERANCE) * b for _, b, c, _ in self.ranks):
+            words += "  Where memory is a range, the stages of a rank need it at different times; its end is what they need together."
         return Group(table, Text(words + "\n"))
 
 

@@ -112,7 +112,7 @@ def _function(name: str, value: Any) -> None:
         raise AutoparError(f"{name} is {shown(value)}, not a function")
 
 
-def _of(kind: type, words: str) -> Check:
+def _of(kind: type | tuple[type, ...], words: str) -> Check:
     """A check that accepts None and values of type `kind`; `words` say in its error what is
     expected.
     """
@@ -136,6 +136,8 @@ CHECKS: Mapping[str, Check] = {
     "max_grad_norm": _positive_or_none,
     "runnable": _of(bool, "True or False"),
     "allow_micro_batch_mean": _of(bool, "True or False"),
+    "runners_up": _of(bool, "True or False"),
+    "tolerance": _of((int, float), "a fraction such as 0.02"),
     "traced": _of(TracedModel, "what autopar.api.trace returns"),
     "progress": _function,
     "seed": _whole,

@@ -16,7 +16,7 @@ from autopar_cost_models import OFFLOADS, SCHEDULES
 from autopar_cost_models.checks import is_whole
 
 from autopar.errors import AutoparError, shown
-from autopar.ir.fusion import FUSE_MODES
+from autopar.ir.fusion import AUTO, FUSE_MODES
 from autopar.ir.mesh import AXES, MOST, MeshShape, groups_of
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
@@ -158,7 +158,8 @@ PINS = {
         PinSpec("sequence_parallel", "true or false: activations between blocks are sharded over tp", _wrong_flag),
         PinSpec("context_method", f"of attention over cp: {', '.join(CONTEXT_METHODS)}", _one_of(CONTEXT_METHODS)),
         PinSpec("offload", f"what is in host memory: {', '.join(OFFLOADS)}", _one_of(OFFLOADS), lambda plan: plan.offload),
-        PinSpec("fuse", f"what becomes ops of our own: {', '.join(FUSE_MODES)}", _one_of(FUSE_MODES), lambda plan: plan.fusion.mode),
+        PinSpec("fuse", f"what becomes ops of our own: {', '.join(FUSE_MODES)}; {AUTO} chooses", _one_of((*FUSE_MODES, AUTO)),
+                lambda plan: plan.fusion.mode, lambda value, plan: value == AUTO and bool(plan.fusion.weighed)),
     )
 }  # fmt: skip
 """Every pin by its name, in display order."""
@@ -292,6 +293,20 @@ def check_pin_names(pin: Mapping[str, Any]) -> None:
     for name in pin:
         if name not in PINS:
             raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
+
+
+def pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The pins that reproduce a candidate in a certificate. The schedule of a pipeline that was not
+    solved is unknown and stays free. `recompute` is missing if layers differ.
+    """
+    pins = (
+        entry["mesh"]
+        | {key: entry[key] for key in ("micro_batch", "zero")}
+        | {"shard": entry.get("shard", 0)}
+    )
+    if entry["mesh"]["pp"] > 1 and entry.get("outcome", "solved") == "solved":
+        pins |= {"schedule": entry["schedule"], "vpp": entry["stages_per_rank"]}
+    return pins | ({"recompute": entry["recompute"]} if is_recompute(entry["recompute"]) else {})
 
 
 def pin_text(pin: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
-from autopar_cost_models.checks import is_whole, nearest
+from autopar_cost_models.checks import finite, is_whole, nearest
 from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory import STATE_RECIPES
 
@@ -20,19 +21,32 @@ LOSS_KERNELS = {
     "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
 }
 
-_NAMED = {
-    "attention_kernel": sorted({kernel for _, kernel in FLASH_RATES}),
-    "loss_kernel": LOSS_KERNELS,
-    "state_recipe": STATE_RECIPES,
-    "fp8_scaling": SCALINGS,
+CUDA_GRAPHS = {
+    "none": "the host issues every operation",
+    "but experts": "graphs replay all of a layer but its experts and their dispatch",
+    "all": "graphs replay all of a micro-batch",
 }
+DISPATCHES = {
+    "copies": "a token goes to the rank of each expert that it chose, once for each",
+    "once": "a token goes to each node once and from there to each rank once, as in DeepEP (github.com/deepseek-ai/DeepEP)",
+}
+
+NAMED: dict[str, list[str]] = {
+    "cuda_graphs": list(CUDA_GRAPHS),
+    "dispatch": list(DISPATCHES),
+    "attention_kernel": sorted({kernel for _, kernel in FLASH_RATES}),
+    "loss_kernel": list(LOSS_KERNELS),
+    "state_recipe": list(STATE_RECIPES),
+    "fp8_scaling": list(SCALINGS),
+}
+"""The values of fields of `Software` that are names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
     """The software that runs a plan, as far as it changes prices.
 
-    The attributes up to `loss_kernel` change time, and the ones after it change only memory.
+    The attributes up to `loss_kernel` change time, and those from there to `live_parameters` change only memory.
 
     Attributes:
         compiled: torch.compile fuses element-wise operations and normalizations.  Eager mode runs a kernel for each.
@@ -71,6 +85,12 @@ class Software:
         root_unit: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered, as in FSDP.
             autopar's own engine frees what it gathers segment by segment.
         live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
+        issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
+        cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
+        waits_for_routing: the host waits for the number of tokens of each expert before it issues their kernels.  A layer with experts
+            then takes the time of the host besides that of the device.
+        dispatch: a row of `DISPATCHES`, for the tokens that go to experts on other ranks.
+        dispatch_overlap: that dispatch runs beside the compute of experts of another micro-batch.
         fitted: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`).
     """
 
@@ -101,6 +121,11 @@ class Software:
     workspace_bytes: int = 0
     root_unit: bool = False
     live_parameters: int = 0
+    issue_s: float | None = None
+    cuda_graphs: str = "none"
+    waits_for_routing: bool = False
+    dispatch: str = "copies"
+    dispatch_overlap: bool = False
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
@@ -109,7 +134,7 @@ class Software:
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be True or False"
                 )
-        for name, known in _NAMED.items():
+        for name, known in NAMED.items():
             value = getattr(self, name)
             left_out = value is None and name in ("attention_kernel", "state_recipe")
             if value not in known and not left_out:
@@ -121,6 +146,10 @@ class Software:
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0"
                 )
+        if self.issue_s is not None and not (finite(self.issue_s) and self.issue_s >= 0):
+            raise AutoparError(
+                f"software: issue_s={shown(self.issue_s)} must be a finite number of seconds >= 0"
+            )
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(
                 f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are"
@@ -170,8 +199,47 @@ class Software:
         if self.attention_kernel:
             words.append(f"{self.attention_kernel} attention")
         if self.matmul_dtype == "fp8":
-            words.append(f"fp8 linear layers{' and head' if self.fp8_head else ''}")
+            scaled = f" ({self.fp8_scaling} scaling)" if self.fp8_scaling != "delayed" else ""
+            words.append(f"fp8 linear layers{' and head' if self.fp8_head else ''}{scaled}")
         return ", ".join(words)
+
+    def as_data(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as plain data. `from_data` makes an equal one."""
+        default = Software()
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        }
+        if "fitted" in found:
+            found["fitted"] = asdict(self.fitted)
+        return found
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Software:
+        """The software that `as_data` describes. Raises AutoparError for an unknown field or a
+        wrong value.
+        """
+        known = [field.name for field in fields(Software)]
+        for name in data:
+            if name not in known:
+                raise AutoparError(f"software: unknown field {shown(name)}; {nearest(name, known)}")
+        values = dict(data)
+        if isinstance(values.get("fitted"), Mapping):
+            values["fitted"] = FittedConstants(**values["fitted"])
+        return Software(**values)
+
+
+_SAID = ("compiled", "attention_kernel", "matmul_dtype", "fp8_head", "fp8_scaling", "fitted")
+"""Fields of `Software` that its text says, or that are no software."""
+
+
+def software_words(data: Mapping[str, Any]) -> str:
+    """The software that `Software.as_data` describes, as one line: what its text says, then every
+    other field that is not the default.
+    """
+    others = [f"{name}={shown(value)}" for name, value in data.items() if name not in _SAID]
+    return ", ".join([str(Software.from_data(data)), *others])
 
 
 Joins = Literal["compiler", "by hand", "by hand, softmax alone"]

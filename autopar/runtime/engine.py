@@ -27,6 +27,7 @@ from autopar.rewrite.shape_check import checked_program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.batches.padding import check_alike, check_model
+from autopar.runtime.batches.row_limits import RowLimits
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.checkpoint.engine_methods import Durable
 from autopar.runtime.observe.metrics import Meter, Metrics
@@ -119,6 +120,7 @@ class Engine(Durable):
         self._stage_group = mesh.get_group("pp") if mesh and plan.mesh.pp > 1 else None
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs, self._constants = traced.parameters, traced.constants
+        self.together = traced.together
         self._for_steps: dict[str, torch.Tensor] | None = None
         self._segments = tuple(segment.name for segment in traced.segments)
         self._state_names = set(model.state_dict())
@@ -152,6 +154,7 @@ class Engine(Durable):
             compiler=self._compiler,
             stage_group=self._stage_group,
         )
+        self._row_limits = [RowLimits(one.row_limits, self.parameters) for one in lengths]
         self._checkpoints = Checkpoints(self)
         self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
@@ -261,6 +264,7 @@ class Engine(Durable):
             with named("batch"):
                 work = self.batches.split(batch, trains=True)
                 self._check_filled_up(work)
+            self._limit_rows(work)
             try:
                 with self._running(), self._randomness():
                     total = self._passes.train(work, partial(self._noise, work))
@@ -343,7 +347,11 @@ class Engine(Durable):
         """
         work = self.batches.split(batch)
         self._check_filled_up(work)
+        self._limit_rows(work)
         return self._evaluate(work)
+
+    def _limit_rows(self, work: MicroBatches) -> None:
+        self._row_limits[work.number].apply(work.inputs, work.rows)
 
     def _evaluate(self, work: MicroBatches) -> torch.Tensor:
         with self._running(), torch.no_grad():

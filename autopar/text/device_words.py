@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from autopar_cost_models.memory_error import fit_chance
+
 from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster_parts import ASSUMED_AS
 from autopar.ir.plan import Plan
 
 
@@ -25,6 +28,27 @@ def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
         ((held, group.device.memory_bytes) for held, group in ranks),
         key=lambda pair: pair[0] / pair[1],
     )
+
+
+def assumed_words(cluster: Cluster) -> str:
+    """Which devices' efficiencies are assumed for devices of the user's own, as text; '' if none
+    are.
+    """
+    found = (group.device for group in cluster.groups if ASSUMED_AS in group.device.source)
+    return "; ".join(
+        f"assumed for {device.name}: those of {device.source.rpartition(' ')[2]}, its nearest relative; "
+        "measure with autopar calibrate, or state matmul_efficiency and bandwidth_efficiency"
+        for device in found
+    )
+
+
+def misfit_chance(plan: Plan, cluster: Cluster) -> float | None:
+    """The chance that the plan does not fit its devices, by the measured error of predicted memory
+    (`memory_error.fit_chance`). None on CPUs, where no error was measured.
+    """
+    if cluster.device_type == "cpu":
+        return None
+    return 1 - fit_chance(*fullest_rank(plan, cluster))
 
 
 def kinds(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from autopar_cost_models import COST_MODEL_VERSION, Topology, group_shape
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.mesh import MeshShape
+from autopar.ir.mesh import MeshShape, mesh_words
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
@@ -39,6 +39,16 @@ def short_words(plan: Plan) -> str:
     words += [plan.recompute] if plan.recompute != "none" else []
     words += [f"offload {plan.offload}"] if plan.offload != "none" else []
     return " ".join(words)
+
+
+def choice_words(entry: Mapping[str, Any]) -> str:
+    """A solved candidate of a certificate in the form of `short_words`."""
+    words = [mesh_words(entry["mesh"]), f"{entry['num_microbatches']}x{entry['micro_batch']}"]
+    if entry["mesh"]["pp"] > 1:
+        per_rank = entry["stages_per_rank"]
+        words.append(entry["schedule"] + (f" x{per_rank}" if per_rank > 1 else ""))
+    words += [f"ZeRO-{sharing_words(entry['zero'], entry['shard'])}"] if entry["zero"] else []
+    return " ".join([*words, *([entry["recompute"]] if entry["recompute"] != "none" else [])])
 
 
 def sharing_words(zero: int, shard: int) -> str:
@@ -94,6 +104,15 @@ TIME_WORDS = {
     "step": "gradient reduction and optimizer",
     "fixed": "fixed",
 }
+DETAIL_WORDS = {
+    "forward": "forward compute",
+    "backward": "backward compute",
+    "recompute": "recompute (second forward)",
+    "experts": "all-to-all of experts",
+    "parameters": "communication of parameters and gradients",
+    "inside": "communication inside ops",
+}
+"""What `Prediction.details` has, as text."""
 MEMORY_WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -105,14 +124,20 @@ MEMORY_WORDS = {
 
 
 def named_cluster(plan: Plan) -> Cluster | None:
-    """The plan's cluster, parsed from its name. None if the name does not parse to a cluster with
-    the plan's hash, as for a cluster file.
+    """The plan's cluster, as its file has it, or parsed from its name. None if neither gives a
+    cluster with the plan's hash, as in files of earlier versions.
     """
-    try:
-        cluster = ClusterSpec.parse(plan.cluster_name)
-    except AutoparError:
-        return None
-    return cluster if cluster.spec_hash() == plan.cluster_hash else None
+    makers: list[Callable[[], Cluster]] = [lambda: ClusterSpec.parse(plan.cluster_name)]
+    if plan.made_for.cluster:
+        makers.insert(0, lambda: ClusterSpec.from_data(plan.made_for.cluster, "the plan's cluster"))
+    for maker in makers:
+        try:
+            cluster = maker()
+        except AutoparError:
+            continue
+        if cluster.spec_hash() == plan.cluster_hash:
+            return cluster
+    return None
 
 
 def placement_words(mesh: MeshShape, topology: Topology) -> str:

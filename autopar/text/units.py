@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from math import log10
+
 WIDTH = 120
+
+PROVED = 1e-3
+"""The gap up to which reports call a plan the optimum. The search ends there too, and where exactly
+differs from run to run.
+"""
 
 
 def ms(seconds: float) -> str:
-    """Seconds as text in milliseconds: `5,239.8 ms` from 1000 on, with four significant digits
-    below: `0.02131 ms`.
+    """Seconds as text with four significant digits: `5.240 s` from one second on, and below in
+    milliseconds: `0.02131 ms`.
     """
     value = seconds * 1e3
-    return f"{value:,.1f} ms" if value >= 1000 or value == 0 else f"{value:.4g} ms"
+    if value == 0:
+        return "0.0 ms"
+    if value >= 999.95:
+        return f"{seconds:,.{max(0, 3 - int(log10(seconds)))}f} s"
+    return f"{value:.4g} ms"
 
 
 def gib(size_bytes: float) -> str:
@@ -29,3 +40,11 @@ def gap_words(gap: float) -> str:
     below (`0.094 %`).
     """
     return f"{round(100 * gap)} %" if gap >= 0.1 else f"{100 * max(gap, 0.0):.2g} %"
+
+
+def count(number: float) -> str:
+    """A number of things as text with four digits: `8.03 B`, `124.4 M`, `1.03 T`."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g} {letter}"
+    return f"{number:.4g}"

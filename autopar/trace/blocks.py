@@ -99,6 +99,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         model_hash=digest,
         notes=captured.notes,
         row_dims=captured.row_dims,
+        together=captured.together,
         updates=updates,
     )
 

@@ -4,7 +4,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
-from autopar.models.rows import BatchDims, row_dims, rows_first
+from autopar.models.rows import BatchDims, in_groups, row_dims, rows_first
 from autopar.ops.values import output_nodes
 from autopar.trace.batches import ExampleInputs, batch_tensors
 from autopar.trace.captured import Captured
@@ -47,15 +47,17 @@ class _LossModule(nn.Module):
         aliases: Aliases,
         record: StateRecord,
         moved: Mapping[str, int],
+        joined: Collection[str],
     ) -> None:
         """`names` are all inputs in order; `keyword`: the model takes them by name. `aliases` are
         refreshed before each call, and `record` watches it. `moved`: by input, the dim to which dim
-        0, the rows, is moved before the model is called.
+        0, the rows, is moved before the model is called. `joined`: inputs whose dims 0 and 1 are
+        rows, which are flattened before.
         """
         super().__init__()
         self.model, self.names, self.keyword = model, names, keyword
         self.loss_fn, self.aliases, self.record = loss_fn, aliases, record
-        self.moved = moved
+        self.moved, self.joined = moved, joined
         self.targets = _target_name(names) if loss_fn is not None else ""
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -71,6 +73,7 @@ class _LossModule(nn.Module):
         return (loss, *self.record.tensors())
 
     def _loss(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        tensors = tensors | {name: tensors[name].flatten(0, 1) for name in self.joined}
         tensors = tensors | {
             name: tensors[name].movedim(0, dim) for name, dim in self.moved.items()
         }
@@ -136,6 +139,7 @@ def capture(
     loss_fn: Callable | None = None,
     dtype: torch.dtype | None = None,
     batch_dims: BatchDims | None = None,
+    together: int = 1,
 ) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size, in a `Captured`.
 
@@ -146,7 +150,8 @@ def capture(
 
     `loss_fn(output, target)` makes the loss if given; else the model returns it. `dtype` casts
     floating parameters, buffers and inputs first. `batch_dims` says where the rows of an input are
-    that are not dim 0, or that it has none (None).
+    that are not dim 0, or that it has none (None). `together` consecutive rows are one row of the
+    graph.
 
     Raises AutoparError when the model cannot be captured, with the cause.
     """
@@ -156,7 +161,8 @@ def capture(
             f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it"
         )
     dims = row_dims(tensors, batch_dims)
-    tensors = rows_first(tensors, dims)
+    without = [name for name, dim in dims.items() if dim is None]
+    tensors = in_groups(rows_first(tensors, dims), together, without)
     _refuse_hooks(model)
     if isinstance(loss_fn, nn.Module) and (
         own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]
@@ -188,7 +194,15 @@ def capture(
         start = Snapshot.of(structure, record.functions)
         aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
         to_capture = _Call(
-            model, structure, copies, aliases, examples, dims=dims, keyword=keyword, loss_fn=loss_fn
+            model,
+            structure,
+            copies,
+            aliases,
+            examples,
+            dims=dims,
+            keyword=keyword,
+            loss_fn=loss_fn,
+            together=together,
         )
         try:
             captured = to_capture.capture(record)
@@ -205,7 +219,8 @@ class _Call:
     """What is captured, as data: the user's model, a copy (`structure`) with fake tensors, fake
     inputs by name with their rows first, and the user's dims of rows.
 
-    `copies` is the memo of the copy. `keyword`: inputs are passed by name.
+    `copies` is the memo of the copy. `keyword`: inputs are passed by name. `together`: dim 1 of an
+    input has this number of rows, if it is more than one.
     """
 
     model: nn.Module
@@ -216,6 +231,7 @@ class _Call:
     dims: dict[str, int | None]
     keyword: bool
     loss_fn: Callable | None
+    together: int
 
     def capture(self, record: StateRecord) -> Captured:
         """Export the call in the current Python state as a `Captured` graph. `record` watches what
@@ -231,6 +247,7 @@ class _Call:
             aliases=self.aliases,
             record=record,
             moved=moved,
+            joined=[n for n in names if self.dims[n] is not None] if self.together > 1 else (),
         )
         shapes = {
             "tensors": {
@@ -238,7 +255,7 @@ class _Call:
                 for name in names
             }
         }
-        registered = Registered(self.model, self.structure, self.copies)
+        registered = Registered(self.model, self.structure, self.copies, record.made)
         try:
             with watched_forward() as notes:
                 exported = torch.export.export(
@@ -251,7 +268,8 @@ class _Call:
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
         found = _collect(exported, self.model, names)
-        return replace(found, notes=(*notes, *record.notes), row_dims=moved)
+        notes = [*notes, *record.notes]
+        return replace(found, notes=tuple(notes), row_dims=moved, together=self.together)
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

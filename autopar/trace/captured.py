@@ -18,6 +18,7 @@ class Captured:
     `constants`.  The graph returns the loss and then the new values of the buffers `updates`, which
     forward changes in place.  `notes` says what was captured in another way than it is written.
     `row_dims`: the dim of rows in the user's tensors, where that is not 0; in the graph it is.
+    `together`: how many consecutive rows of the user's are one row of the graph, in its dim 1.
     """
 
     graph: torch.fx.Graph
@@ -29,3 +30,4 @@ class Captured:
     updates: tuple[str, ...] = ()
     row_dims: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    together: int = 1

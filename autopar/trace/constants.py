@@ -7,6 +7,7 @@ treats any other tensor as a constant.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -83,8 +84,17 @@ class Registered:
     therefore cannot be read from closures.
     """
 
-    def __init__(self, model: nn.Module, structure: nn.Module, copies: dict[int, Any]) -> None:
-        """`copies` is the memo of the `copy.deepcopy` that made `structure` from `model`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: nn.Module,
+        copies: dict[int, Any],
+        made: Collection[int],
+    ) -> None:
+        """`copies` is the memo of the `copy.deepcopy` that made `structure` from `model`. `made`
+        are the addresses of storages of tensors that an earlier call made of the model's tensors.
+        """
+        self._made = made
         self._names: dict[tuple, str] = {}
         # by storage: where in it, and which
         self._trained: dict[int, list[tuple[_Byte, _Byte | float, str]]] = defaultdict(list)
@@ -113,7 +123,7 @@ class Registered:
         AutoparError if it only shares memory with a trained parameter, or is computed from tensors
         of the model before forward.
         """
-        if not _lies(constant):
+        if not _lies(constant) or _storage(constant) in self._made:
             return None
         name = self._names.get(_place(constant))
         if name is not None and constant.dtype == self._dtypes[name]:

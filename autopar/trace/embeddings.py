@@ -1,32 +1,17 @@
-"""Refuses embedding tables that forward modifies, and rewrites embedding bags."""
+"""Rewrites embedding bags as lookups of rows that are added up."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
-from torch import nn
 from torch.fx import Graph, Node
 
-from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.trace.edit import call, is_op
 
 aten = torch.ops.aten
 _SUM, _MEAN = 0, 1
-
-
-def refuse_max_norm(model: nn.Module) -> None:
-    """Raise AutoparError if the model has an embedding with `max_norm`, because forward would
-    rescale rows of its weight in place.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise AutoparError(
-                f"{name or 'model'!r} is an {type(module).__name__} with max_norm={module.max_norm:g}: forward would rescale rows of its "
-                "weight in place, and autopar changes parameters in the optimizer's step alone. Look the rows up in an Embedding without "
-                f"max_norm and rescale them there: rows / (rows.norm({module.norm_type:g}, -1, True) / {module.max_norm:g}).clamp(min=1)"
-            )
 
 
 def expand_bags(graph: Graph) -> None:

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
 
 from autopar.errors import AutoparError, one_line
+from autopar.ops.values import fake_tensor
 from autopar.trace.captured import Captured
-from autopar.trace.graph_keys import GraphKeys
+from autopar.trace.graph_keys import GraphKeys, storage_address
 from autopar.trace.hit_loops import HitLoops
 from autopar.trace.normalize import inline_no_grad_regions
 from autopar.trace.python_state import RANDOM, Functions, Snapshot, generator_state
@@ -34,12 +37,14 @@ from autopar.trace.user_lines import is_of_user, line_text
 class StateRecord:
     """The Python state (`Snapshot`) before and after one call of `model`, a copy of the user's.
     Filled in by `around_call`. `returned` are paths of tensors that the captured call must return.
-    `notes` are texts for the user.
+    `made` has the keys of tensors in the state that an earlier call has made (`GraphKeys`), by the
+    address of their storage. `notes` are texts for the user.
     """
 
     model: nn.Module
     functions: Functions
     returned: tuple[str, ...] = ()
+    made: dict[int, str] = field(default_factory=dict)
     before: Snapshot = field(default_factory=Snapshot)
     after: Snapshot = field(default_factory=Snapshot)
     notes: list[str] = field(default_factory=list)
@@ -73,14 +78,14 @@ def check_state(
     draws = [path for path in changed if _is_random(record.after.held.get(path))]
     if draws:
         raise AutoparError(_draw(draws[0], record, capture_again))
-    values = _constant_tensors(changed, record, capture_again)
-    again = StateRecord(record.model, record.functions)
+    values, made = _lasting_tensors(changed, record, capture_again)
+    again = StateRecord(record.model, record.functions, made=made)
     try:
         second = _from_state(record.after, values, again, capture_again)
     except AutoparError as error:
         how = f": the next call, which begins with what this one left, fails ({one_line(error)})"
         raise AutoparError(_frozen(changed, record, how)) from error
-    if _outputs(first) != _outputs(second):
+    if _outputs(first) != _outputs(second, made):
         raise AutoparError(_frozen(changed, record, ": the next call computes something else"))
     moving = again.before.differing(again.after)
     if moving:
@@ -106,28 +111,44 @@ def _is_random(held: Any) -> bool:
     return isinstance(held, tuple) and held[:1] == ("random",)
 
 
-def _outputs(captured: Captured) -> list[str]:
+def _outputs(captured: Captured, made: Mapping[int, str] | None = None) -> list[str]:
     inline_no_grad_regions(captured.graph)
-    return GraphKeys(captured).outputs()
+    return GraphKeys(captured, made).outputs()
 
 
-def _constant_tensors(
+def _lasting_tensors(
     changed: list[str], record: StateRecord, capture_again: Callable
-) -> dict[str, torch.Tensor]:
-    """By path, the values of those changed tensors that depend on no input, parameter or buffer,
-    such as masks and tables. Captures once more, to see what the call stores at the changed paths.
-    `record` and `capture_again` are those of `check_state`.
+) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+    """(tensors by path; the `made` of `StateRecord` for them). They take the place of tensors that
+    the call stored, and that no step of training would change, such as masks and tables.
+
+    A tensor computed from constants alone has its values; one that is computed from buffers is a
+    fake tensor. Captures once more, to see what the call stores at the `changed` paths. `record`
+    and `capture_again` are those of `check_state`.
     """
     paths = tuple(path for path in changed if path in record.after.tensors)
     if not paths:
-        return {}
+        return {}, {}
     record.before.restore()
     returning = StateRecord(record.model, record.functions, paths)
     captured = capture_again(returning)
     inline_no_grad_regions(captured.graph)
     keys, nodes = GraphKeys(captured), captured.graph.output_node().args[0][-len(paths) :]
-    found = {path: keys.value(node) for path, node in zip(paths, nodes, strict=True)}
-    return {path: value for path, value in found.items() if value is not None}
+    values: dict[str, torch.Tensor] = {}
+    made: dict[int, str] = {}
+    for path, node in zip(paths, nodes, strict=True):
+        key, value = keys.lasting(node), keys.value(node)
+        if key is not None:
+            values[path] = _like(node) if value is None else value
+            made[storage_address(values[path])] = key
+    return values, made
+
+
+def _like(node: Node) -> torch.Tensor:
+    """A fake tensor of the shape and dtype of a node's, which shares memory with no other."""
+    val = fake_tensor(node)
+    with val.fake_mode if isinstance(val, FakeTensor) else nullcontext():
+        return torch.empty(val.shape, dtype=val.dtype)
 
 
 def _from_state(

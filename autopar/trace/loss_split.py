@@ -329,16 +329,15 @@ class StepGraphs:
 
     def __init__(self, captured: Captured, found: RowFacts, targets: list[Node]) -> None:
         self.captured, self.found, self.targets = captured, found, targets
-        self.input_names = dict(zip(captured.input_nodes, captured.inputs, strict=True))
 
     def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
         """How a step computes the targets, as `StepValues` with these names and fake tensors.
         `labels` is the index of the target that counts labels, or -1.
         """
         sums, whole = self._parts()
-        local = self._graph(above(sums, reads), sums, {})
+        local = step_graph(self.captured, above(sums, reads), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
-        joined = self._graph(whole, self.targets, parts)
+        joined = step_graph(self.captured, whole, self.targets, parts)
         rows = [
             n.target
             for n in joined.nodes
@@ -365,38 +364,36 @@ class StepGraphs:
         whole = above(self.targets, lambda node: () if is_sum(node) else reads(node))
         return in_order(self.captured.graph, filter(is_sum, whole)), whole
 
-    def _graph(self, nodes: set[Node], returned: list[Node], parts: Mapping[Node, str]) -> Graph:
-        graph, mapping = Graph(), {}
-        for node in in_order(self.captured.graph, nodes):
-            if node in parts or node.op == "placeholder":
-                of = (
-                    "part"
-                    if node in parts
-                    else "input"
-                    if node.name in self.input_names
-                    else "tensor"
-                )
-                name = (
-                    parts.get(node)
-                    or self.input_names.get(node.name)
-                    or self.captured.attributes[node.name]
-                )
-                mapping[node] = graph.create_node("placeholder", name, name=node.name)
-                mapping[node].meta = {"val": node.meta["val"], "of": of}
-                continue
-            if (value := fill_value(node)) is not None:
-                val = node.meta["val"]
-                mapping[node] = graph.call_function(
-                    aten.full.default,
-                    (list(val.shape), value),
-                    {"dtype": val.dtype, "device": val.device},
-                )
-            else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
-                mapping[node] = graph.create_node(node.op, node.target, args, kwargs)
-            mapping[node].meta = {"val": node.meta["val"]}
-        graph.output(tuple(mapping[node] for node in returned))
-        return graph
+
+def step_graph(
+    captured: Captured, nodes: set[Node], returned: list[Node], parts: Mapping[Node, str]
+) -> Graph:
+    """A graph of its own that computes the nodes `returned` from placeholders, by `nodes` of the
+    captured graph. `parts` names nodes that become placeholders too. The meta entry `of` of a
+    placeholder is 'input', 'tensor' or 'part'.
+    """
+    input_names = dict(zip(captured.input_nodes, captured.inputs, strict=True))
+    graph, mapping = Graph(), dict[Node, Node]()
+    for node in in_order(captured.graph, nodes):
+        if node in parts or node.op == "placeholder":
+            of = "part" if node in parts else "input" if node.name in input_names else "tensor"
+            name = parts.get(node) or input_names.get(node.name) or captured.attributes[node.name]
+            mapping[node] = graph.create_node("placeholder", name, name=node.name)
+            mapping[node].meta = {"val": node.meta["val"], "of": of}
+            continue
+        if (value := fill_value(node)) is not None:
+            val = node.meta["val"]
+            mapping[node] = graph.call_function(
+                aten.full.default,
+                (list(val.shape), value),
+                {"dtype": val.dtype, "device": val.device},
+            )
+        else:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+            mapping[node] = graph.create_node(node.op, node.target, args, kwargs)
+        mapping[node].meta = {"val": node.meta["val"]}
+    graph.output(tuple(mapping[node] for node in returned))
+    return graph
 
 
 class Keys:

@@ -31,6 +31,7 @@ from autopar.trace.user_lines import line_of_node, line_of_nodes
 from autopar.trace.writes import spell_writes
 
 aten = torch.ops.aten
+_COPIES = ("to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as")
 _ASSERTIONS = (
     "_assert_tensor_metadata",
     "_assert_async",
@@ -126,60 +127,42 @@ def drop_assertions(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Remove, in place, calls that change nothing: casts to the same dtype, copies, reshapes to the
-    same shape, slices of everything, inactive dropout, and additions of 0. Integers are no longer
-    detached.
+    """Remove, in place, calls that change nothing (`changes_nothing`)."""
+    for node in list(graph.nodes):
+        if changes_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
+
+def changes_nothing(node: Node) -> bool:
+    """Whether a node is a call that only returns its first operand.
+
+    Such calls are casts to the same dtype, copies, reshapes to the same shape, slices of everything,
+    inactive dropout, additions of 0 and detaches of integers.
     `sum(losses)` starts with 0, and a sum plus something else could not stay partial over ranks.
     """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-            continue
-        source, val = node.args[0], node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or not isinstance(
-            source.meta.get("val"), torch.Tensor
-        ):
-            continue
-        before = source.meta["val"]
-        same = (
-            before.dtype == val.dtype
-            and len(before.shape) == len(val.shape)
-            and all(
-                a is b or a == b
-                for a, b in zip(map(str, before.shape), map(str, val.shape), strict=True)
-            )
-        )
-        dropped = (
-            (
-                is_op(
-                    node,
-                    "to",
-                    "_to_copy",
-                    "contiguous",
-                    "alias",
-                    "lift_fresh_copy",
-                    "clone",
-                    "type_as",
-                )
-                and same
-            )
-            or (
-                is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view")
-                and same
-                and argument(node, "step", 1) in (None, 1)
-            )
-            or (
-                is_op(node, "add", "sub")
-                and same
-                and isinstance(node.args[1], (int, float))
-                and node.args[1] == 0
-            )
-            or (is_op(node, "dropout") and (node.args[1] == 0 or not node.args[2]))
-            or (is_op(node, "detach") and not (before.is_floating_point() or before.is_complex()))
-        )
-        if dropped:
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    source, val = node.args[0], node.meta.get("val")
+    before = source.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    if is_op(node, "dropout"):
+        return bool(node.args[1] == 0 or not node.args[2])
+    if is_op(node, "detach"):
+        return not (before.is_floating_point() or before.is_complex())
+    if before.dtype != val.dtype or not _same_sizes(before.shape, val.shape):
+        return False
+    if is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view"):
+        return argument(node, "step", 1) in (None, 1)
+    if is_op(node, "add", "sub"):
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
+    return is_op(node, *_COPIES)
+
+
+def _same_sizes(one: torch.Size, other: torch.Size) -> bool:
+    pairs = zip(map(str, one), map(str, other), strict=True)
+    return len(one) == len(other) and all(a == b for a, b in pairs)
 
 
 def expand_feature_dropout(graph: Graph) -> None:

@@ -194,7 +194,8 @@ class Snapshot:
     @classmethod
     def of(cls, model: nn.Module, functions: Functions) -> Snapshot:
         """A snapshot of the model's attributes, of the variables outside the model that `functions`
-        name, and of the random number generators of `random`, NumPy and torch.
+        name, and of the random number generators of `random`, NumPy and torch. Of buffers, it has
+        those that the model did not hold when `functions` was made.
         """
         taken = cls()
         for name, module in model.named_modules():
@@ -206,6 +207,7 @@ class Snapshot:
             taken.names[registered] = ()
             taken.restorers.append(_attributes_restorer(module))
         for name, module in model.named_modules():
+            taken._take_late_buffers(name, module, functions.buffers)
             for step, value in children(module):
                 taken._take(
                     f"{name}{step}".lstrip("."),
@@ -220,6 +222,18 @@ class Snapshot:
             taken.names[RANDOM + name] = ()
             taken._take_generator(RANDOM + name, generator)
         return taken
+
+    def _take_late_buffers(self, name: str, module: nn.Module, early: frozenset[str]) -> None:
+        """Record the buffers of a module called `name` that are not among `early`, with None for
+        one that is registered without a tensor.
+        """
+        late = {}
+        for key, value in module._buffers.items():
+            path = f"{name}.{key}".lstrip(".")
+            if path not in early:
+                late[key] = value
+                self._take(path, value, functools.partial(module._buffers.__setitem__, key), (key,))
+        self.restorers.append(functools.partial(_restore_late, module, (*module._buffers,), late))
 
     def _take_generator(self, path: str, generator: Any) -> None:
         self.held[path], self.generators[path] = ("random", generator_state(generator)), generator
@@ -302,6 +316,13 @@ def _attributes_restorer(value: Any) -> Callable[[], object]:
     return restore
 
 
+def _restore_late(module: nn.Module, names: tuple[str, ...], late: dict[str, Any]) -> None:
+    """Leave a module with the buffers `names` alone, those of `late` with these values."""
+    for name in [name for name in module._buffers if name not in names]:
+        del module._buffers[name]
+    module._buffers.update(late)
+
+
 def _set_in(holder: Any, step: str, value: Any) -> None:
     """Store `value` inside `holder` at the place that `step` ('.name' or '[key]') names. Tuples are
     left as they are.
@@ -364,10 +385,12 @@ def _wrapped(value: Any) -> Any:
 @dataclass(slots=True)
 class Functions:
     """The user's functions that forward and the loss can call (`codes`), and the variables outside
-    the model that they name. Functions of libraries such as torch are left out. Make one by `of`.
+    the model that they name. Functions of libraries such as torch are left out. `buffers` are the
+    names of the buffers that the model holds. Make one by `of`.
     """
 
     codes: list[types.FunctionType] = field(default_factory=list)
+    buffers: frozenset[str] = frozenset()
     _places: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], None]]] = field(
         default_factory=dict
     )
@@ -378,7 +401,7 @@ class Functions:
         """All functions of the user that the model's modules, their hooks and `loss_fn` (if not
         None) can call, directly or through others.
         """
-        found = cls()
+        found = cls(buffers=frozenset(n for n, _ in model.named_buffers(remove_duplicate=False)))
         for module in model.modules():
             found._add(module)
         found._add(loss_fn)

@@ -62,6 +62,11 @@ def why_not_captured(
             f"forward of {name} branches on the values of a tensor{where}: which ops run would depend on data "
             f"({reason.partition(').')[0]}). Choose between tensors with torch.where, or decide outside of forward"
         )
+    if kind == "UncapturedHigherOrderOpError":
+        return (
+            f"forward of {name} calls an op that runs a graph of its own{where}, as torch.cond and torch.while_loop do, which autopar "
+            "cannot shard: use plain PyTorch there, as torch.where in the place of torch.cond"
+        )
     if "register_fake" in reason:
         return f"forward of {name} calls an op{where} of which torch does not know the result's shape: {reason}"
     if "numpy" in reason or kind in ("Unsupported", "UnsupportedOperatorException"):

@@ -99,10 +99,51 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("limits_rows(Tensor ids, Tensor table, float max_norm, float norm_type) -> Tensor")
+_LIBRARY.impl(
+    "limits_rows", lambda ids, table, max_norm, norm_type: ids.clone(), "CompositeExplicitAutograd"
+)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    *more: Any,
+    **others: Any,
+) -> Tensor | None:
+    """F.embedding without `max_norm`, its ids marked (`row_limits.py`). None without `max_norm`."""
+    if max_norm is None:
+        return None
+    ids = torch.ops.autopar.limits_rows(input, weight.detach(), float(max_norm), float(norm_type))
+    return F.embedding(ids, weight, padding_idx, None, 2.0, *more, **others)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    *more: Any,
+    **others: Any,
+) -> Tensor | None:
+    """F.embedding_bag without `max_norm`, likewise."""
+    if max_norm is None:
+        return None
+    ids = torch.ops.autopar.limits_rows(input, weight.detach(), float(max_norm), float(norm_type))
+    return F.embedding_bag(ids, weight, offsets, None, 2.0, *more, **others)
+
+
 RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
     torch.take_along_dim: _take_along_dim,
     Tensor.take_along_dim: _take_along_dim,
     torch.linspace: _linspace,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
 }
 """The replacement of each function. It returns None if the function itself must be used."""

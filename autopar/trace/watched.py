@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
 from autopar.trace.hit_loops import HitLoops
+from autopar.trace.met_rows import met
 from autopar.trace.pieces import kept_whole, unread_counts
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
@@ -97,7 +98,7 @@ class _ValueReads(TorchFunctionMode):
             return self._result(func, args, kwargs or {})
 
     def _result(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        for replaced in (kept_whole, self.loops.run):
+        for replaced in (kept_whole, self.loops.run, met):
             if (found := replaced(func, args, kwargs)) is not None:
                 return found
         if func is Tensor.item and _is_within("_check_tensor_all_with"):

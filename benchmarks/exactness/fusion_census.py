@@ -10,8 +10,8 @@ Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/valida
     gated            products of an activation and another value of its shape
     cross_entropy    cross-entropies
 
-With `--train` each fused model also trains three steps in fp64, on one process. Its losses and updates are compared with those of the
-unfused model in eager mode.
+With `--train` each fused model also trains three steps in fp64 under dp=2, tp=2, cp=2 and pp=2, on two processes each.  The first loss
+and the update of all steps are compared with those of the unfused model in eager mode.  A mesh that the model does not allow is listed.
 
 A row of the log is one architecture.  The end prints the share that is fused, by kind, and each miss with its reason.
 """
@@ -19,6 +19,7 @@ A row of the log is one architecture.  The end prints the share that is fused, b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import signal
@@ -50,13 +51,20 @@ _ACTIVATIONS = ("aten::silu", "aten::gelu", "aten::relu")
 SEQ, ROWS = 16, 2
 FIRST_LOSS, UPDATE = 1e-12, 1e-9
 """What training fused may differ by, relative to the loss and to the update of three steps."""
+MESHES = {
+    "dp=2": {"dp": 2, "tp": 1},
+    "tp=2": {"dp": 1, "tp": 2},
+    "cp=2": {"dp": 1, "tp": 1, "cp": 2},
+    "pp=2": {"dp": 1, "tp": 1, "pp": 2},
+}
+"""By name, the pins of the meshes under which fused models train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One architecture: by kind how many were found and fused, and the reason of each miss; or why it was not traced.
 
-    `first_loss` and `update` are the relative errors of the first loss and of three steps' update; `untrained` says why there are none.
+    `trained` has by mesh the relative errors of the first loss and of three steps' update; `untrained` says by mesh why there are none.
     """
 
     name: str
@@ -64,9 +72,8 @@ class Row:
     fused: dict[str, int] = field(default_factory=dict)
     misses: dict[str, list[str]] = field(default_factory=dict)
     untraced: str = ""
-    first_loss: float | None = None
-    update: float | None = None
-    untrained: str = ""
+    trained: dict[str, tuple[float, float]] = field(default_factory=dict)
+    untrained: dict[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -76,43 +83,61 @@ def names() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def census(name: str, limit_s: int, train: bool = False) -> Row:
-    """The row of one model type; with `train`, its fused model is trained too. Tracing may take
-    `limit_s` seconds, and so may training. An error or a time-out becomes `untraced` or
-    `untrained`.
-    """
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """A context that raises TimeoutError after `seconds`."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"not traced in {limit_s} s")
+        raise TimeoutError(f"not done in {seconds} s")
 
     signal.signal(signal.SIGALRM, stop)
-    signal.alarm(limit_s)
-    row = Row(name)
+    signal.alarm(seconds)
     try:
-        spec = HFSpec.from_dict(name, {"model_type": name}).shrunk()
-        model = trace(spec.build("meta"), spec.example_inputs(ROWS, SEQ), None, "bf16")
-        row = counted(name, model)
-        signal.alarm(limit_s)
-        return trained(row) if train else row
-    except Exception as error:  # whatever a model or its capture raises is the answer
-        text = (str(error).splitlines() or [""])[0]
-        reason = f"{type(error).__name__}: {text}"[:200]
-        return replace(row, untrained=reason) if row.found else replace(row, untraced=reason)
+        yield
     finally:
         signal.alarm(0)
 
 
-def trained(row: Row) -> Row:
-    """The row of a model that was traced, with the errors of training it fused for three steps, or
-    with the reason why that failed.
+def census(name: str, limit_s: int, train: bool = False) -> Row:
+    """The row of one model type; with `train`, its fused model is trained too. Tracing may take
+    `limit_s` seconds, and so may each mesh. An error or a time-out becomes `untraced` or
+    `untrained`.
+    """
+    try:
+        with limited(limit_s):
+            spec = HFSpec.from_dict(name, {"model_type": name}).shrunk()
+            model = trace(spec.build("meta"), spec.example_inputs(ROWS, SEQ), None, "bf16")
+            row = counted(name, model)
+    except Exception as error:  # whatever a model or its capture raises is the answer
+        return Row(name, untraced=reason_of(error))
+    return trained(row, limit_s) if train else row
+
+
+def reason_of(error: Exception) -> str:
+    """The kind of an error and its first line, in at most 200 characters."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+
+
+def trained(row: Row, limit_s: int) -> Row:
+    """The row of a model that was traced, with the errors of training it fused for three steps under
+    each mesh, or with the reason why that failed. A mesh may take `limit_s` seconds.
     """
     spec = HFSpec.from_dict(row.name, {"model_type": row.name})
-    report = verify(spec, 1, {"dp": 1, "tp": 1, "fuse": "all"}, rows=ROWS)
-    (mesh,) = report.meshes
-    if mesh.failure:
-        return replace(row, untrained=mesh.failure.strip().splitlines()[-1][:200])
-    first = relative_error(mesh.losses[0], report.reference_losses[0])
-    return replace(row, first_loss=first, update=mesh.worst_error)
+    errors, reasons = {}, {}
+    for mesh, pins in MESHES.items():
+        try:
+            with limited(limit_s):
+                report = verify(spec, 2, pins | {"fuse": "all"})
+        except Exception as error:  # a mesh that the model does not allow, among others
+            reasons[mesh] = reason_of(error)
+            continue
+        (found,) = report.meshes
+        if found.failure:
+            reasons[mesh] = found.failure.strip().splitlines()[-1][:200]
+        else:
+            first = relative_error(found.losses[0], report.reference_losses[0])
+            errors[mesh] = first, found.worst_error
+    return replace(row, trained=errors, untrained=reasons)
 
 
 def counted(name: str, model: TracedModel) -> Row:
@@ -231,26 +256,34 @@ def report(rows: list[Row]) -> str:
 
 
 def training(rows: list[Row]) -> list[str]:
-    """Lines of text: how many fused models trained as the unfused do, which did not, and which did
-    not train at all.
+    """Lines of text: by mesh how many fused models trained as the unfused do, which did not, and
+    which did not train at all.
     """
-    ran = [row for row in rows if row.update is not None]
-    off = [
-        row
-        for row in ran
-        if not ((row.first_loss or 0) <= FIRST_LOSS and (row.update or 0) <= UPDATE)
+    lines = []
+    for mesh in MESHES:
+        ran = {row.name: row.trained[mesh] for row in rows if mesh in row.trained}
+        off = {
+            name: errors
+            for name, errors in ran.items()
+            if not (errors[0] <= FIRST_LOSS and errors[1] <= UPDATE)
+        }
+        if ran:
+            worst = [max(errors[k] for errors in ran.values()) for k in (0, 1)]
+            lines.append(
+                f"{mesh}: {len(ran) - len(off)} of {len(ran)} train in fp64 as unfused: "
+                f"first loss to {FIRST_LOSS:.0e}, update to {UPDATE:.0e}; the largest errors are {worst[0]:.1e} and {worst[1]:.1e}"
+            )
+        lines += [
+            f"trained otherwise {mesh} {name}: {first:.1e}, {update:.1e}"
+            for name, (first, update) in off.items()
+        ]
+    lines += [
+        f"untrained {mesh} {row.name}: {reason}"
+        for row in rows
+        for mesh, reason in row.untrained.items()
     ]
-    lines = [f"untrained {row.name}: {row.untrained}" for row in rows if row.untrained]
-    lines += [f"trained otherwise {r.name}: {r.first_loss:.1e}, {r.update:.1e}" for r in off]
-    if ran:
-        worst = max(row.first_loss or 0 for row in ran), max(row.update or 0 for row in ran)
-        lines.insert(
-            0,
-            (
-                f"{len(ran) - len(off)} of {len(ran)} train in fp64 as unfused: first loss to {FIRST_LOSS:.0e}, update to {UPDATE:.0e}"
-                f"; the largest errors are {worst[0]:.1e} and {worst[1]:.1e}"
-            ),
-        )
+    if ran := [row.name for row in rows if row.trained]:
+        lines.append(f"trained: {len(ran)} architectures: {', '.join(ran)}")
     return lines
 
 

@@ -14,7 +14,9 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -23,13 +25,20 @@ import click
 if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from autopar.ir.simplicity import Simplicity, simplicity_of
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.branch_and_bound import search, solved_together
 from autopar.solve.search.limits import SearchLimits
+from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
+from autopar.solve.search.simplest import Preference
 from benchmarks.search.exhaustive_oracle import Point, above_hull, best, points
 from benchmarks.search.random_instances import Task
 
+TOLERANCE = 0.05
+"""The tolerance within which simpler plans are preferred. Tasks are small, so that times of plans
+lie far apart.
+"""
 CLOSE = 1e-9
 """How much the seconds of two ways to add up may differ, as a share."""
 
@@ -93,6 +102,8 @@ KINDS = {
     "memory, equal": "of these with the optimum found",
     "front": "with the optimum above the lower convex hull: best at no price of a byte",
     "front, equal": "of these with the optimum found",
+    "simplest": f"with the simplest plan within {TOLERANCE:.0%} chosen",
+    "not simplest": "with a simpler plan that was missed, and said to be possible",
     "pipeline": "of which the optimum is a pipeline",
     "mixed": "in which layers may recompute differently",
 }
@@ -140,9 +151,48 @@ def judge(seed: int) -> Verdict:
             f"seed {seed}: {found.time_s} called optimal, and {fitting} fits"
         )
         return _missed(seed, kinds, lacks, result.gap, len(everything))
+    kinds += _preferred(seed, task, capacity, result, fitting)
     kinds += ["equal", "proven" if result.status == "optimal" else "open"]
     kinds += [f"{kind}, equal" for kind in ("memory", "front") if kind in kinds]
     return Verdict(seed, tuple(kinds), 0.0, result.gap, len(everything))
+
+
+def _preferred(
+    seed: int, task: Task, capacity: int | None, result: SearchResult, fitting: Point
+) -> list[str]:
+    """The kinds of a task, of which the fastest plan takes `fitting`, by what is chosen within
+    `TOLERANCE`. Raises AssertionError if the choice is too slow or does not fit, or if a simpler
+    plan fits in time where the result says that none was left.
+    """
+    restager = Restager(task.annotate, capacity, task.cell_of)
+    preference = Preference(restager=restager, tolerance=TOLERANCE, memory_bytes=None)
+    chosen = preference.chosen(result, solved_together(task.candidates), task.candidates)
+    candidate, solution = chosen.best
+    limit_s = (1 + TOLERANCE) * fitting.time_s
+    assert solution.time_s <= limit_s * (1 + CLOSE), f"seed {seed}: {candidate} is too slow"
+    assert capacity is None or solution.memory_bytes <= capacity, f"seed {seed}: does not fit"
+    own = simplicity_of(candidate.mesh, candidate.shard, candidate.stages_per_rank,
+                        candidate.recompute, candidate.schedule)  # fmt: skip
+    least = min(
+        simplicity
+        for simplicity, of in _by_simplicity(task)
+        if (fastest := _fastest(of, capacity)) is not None and fastest.time_s <= limit_s
+    )
+    assert own == least or chosen.simpler_left, f"seed {seed}: {own} was chosen, and {least} fits"
+    return ["simplest" if own == least else "not simplest"]
+
+
+def _by_simplicity(task: Task) -> Iterator[tuple[Simplicity, set[Point]]]:
+    """(simplicity, plans) for every candidate, schedule, and recompute mode of all layers or
+    several.
+    """
+    for c in task.candidates:
+        models = {mode: task.annotate(replace(c, recompute=mode)) for mode in c.modes}
+        kinds = [(mode, {mode: models[mode]}) for mode in c.modes]
+        kinds += [("mixed", models)] if len(models) > 1 else []
+        for (name, count), (mode, of) in product(c.schedules or (("none", 1),), kinds):
+            schedules = ((name, count),) if c.schedules else ()
+            yield simplicity_of(c.mesh, c.shard, count, mode, name), points(of, schedules)
 
 
 def _fastest(found: set[Point], capacity: int | None) -> Point | None:

@@ -8,6 +8,8 @@ from autopar_cost_models.collectives import (
     all_reduce_time_s,
     all_to_all_time_s,
     collective_time_s,
+    dispatch_time_s,
+    distinct,
     point_to_point_time_s,
     reduce_scatter_time_s,
 )
@@ -76,6 +78,8 @@ __all__ = [
     "communicator_bytes",
     "device",
     "devices",
+    "dispatch_time_s",
+    "distinct",
     "group_shape",
     "held_moments",
     "home_of",

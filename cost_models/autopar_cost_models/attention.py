@@ -52,6 +52,12 @@ FLASH_RATES: dict[tuple[str, str], FlashRate] = {
         f"{_DAO2}: up to 73 % of 312 forward and 63 % backward",
     ),
     ("ada", "flash2"): FlashRate(0.73 * 312 / 271.2, 0.63 * 312 / 271.2, "as ampere: assumed"),
+    ("blackwell-rtx", "flash2"): FlashRate(
+        0.73 * 312 / 271.2, 0.63 * 312 / 271.2, "as ampere: assumed"
+    ),
+    ("cdna2", "flash2"): FlashRate(370 / 794.5, 322 / 794.5, "as hopper: assumed"),
+    ("cdna3", "flash2"): FlashRate(370 / 794.5, 322 / 794.5, "as hopper: assumed"),
+    ("cdna4", "flash2"): FlashRate(370 / 794.5, 322 / 794.5, "as hopper: assumed"),
     ("ampere", "triton"): FlashRate(0.73 * 312 / 271.2 / 1.4, 0.63 * 312 / 271.2 / 2.0, _TRITON),
     ("hopper", "triton"): FlashRate(
         370 / 794.5 / 1.4, 322 / 794.5 / 2.0, f"{_TRITON}, as on the A100: assumed"

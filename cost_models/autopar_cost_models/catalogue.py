@@ -7,14 +7,15 @@ here are half of those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar_cost_models import constants as c
 from autopar_cost_models.checks import nearest
 from autopar_cost_models.echo import shown
 from autopar_cost_models.fitted import FITTED, FittedConstants
+from autopar_cost_models.gpu import Gpu as _Gpu
 from autopar_cost_models.hardware import Device, Host, Link
+from autopar_cost_models.more_gpus import MORE_GPUS
 
 _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _HOPPER = {"fp64": 67.0, "fp32": 67.0, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979.0}
@@ -41,62 +42,8 @@ _MI300X = {
     "fp8": 2614.9,
 }
 
-_TILES_END_TO_END = ("ampere", "ada")
-"""Generations whose multiprocessors finish one tile before they begin the next. Since Hopper some
-warps load while others store, and squares of 2048 run at 85 % of the best rate
-(tests/cost_models/test_published_microbenchmarks.py).
-"""
 _NVIDIA_SMI = "memory: nvidia-smi, github.com/modal-labs/modal-client/pull/2797"
 _FP8_ASSUMED = "fp8 at the H100 SXM's share of its best bf16 matmul: assumed"
-
-
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    """A row of the catalogue: a GPU. `matmul` and `fp8` are the best measured rates of a bf16 and
-    an fp8 product, as fractions of the peak.
-
-    If the device is limited to `power_W`, these are rates at `full_power_W`, and `device` scales
-    them down.
-    """
-
-    name: str
-    generation: str
-    units: int
-    tflops: dict[str, float]
-    memory_MiB: int
-    bandwidth_Bps: float
-    matmul: float
-    source: str
-    fp8: float | None = None
-    power_W: float | None = None
-    full_power_W: float | None = None
-
-    def device(self, fitted: FittedConstants) -> Device:
-        """The row as a `Device` under these fitted constants."""
-        slowed = 1.0
-        if self.power_W and self.full_power_W:
-            slowed = (self.power_W / self.full_power_W) ** fitted.power_exponent
-        trained = slowed * fitted.matmul_efficiency(self.generation)
-        other = {}
-        if "fp8" in self.tflops and self.fp8:
-            other["fp8"] = self.fp8 * trained * fitted.fp8_efficiency
-        return Device(
-            name=self.name,
-            flops={dtype: rate * 1e12 for dtype, rate in self.tflops.items()},
-            memory_bytes=self.memory_MiB * c.MIB,
-            memory_bandwidth_Bps=self.bandwidth_Bps,
-            launch_s=fitted.launch_s,
-            matmul_efficiency=self.matmul * trained,
-            bandwidth_efficiency=fitted.hbm_efficiency,
-            reserved_bytes=int(fitted.reserved_bytes),
-            source=self.source,
-            compute_units=self.units,
-            generation=self.generation,
-            dtype_efficiency=other,
-            tile_s=fitted.tile_s if self.generation in _TILES_END_TO_END else 0.0,
-        )
-
-
 _FP8_SHARE = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM
 """The best fp8 fraction of peak over the best bf16 fraction of peak, on an H100."""
 _GPUS = (
@@ -308,7 +255,7 @@ def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
     """The catalogue by device name, under these fitted constants. The dict is shared: do not modify
     it.
     """
-    return {gpu.name: gpu.device(fitted) for gpu in _GPUS} | {_CPU.name: _CPU}
+    return {gpu.name: gpu.device(fitted) for gpu in (*_GPUS, *MORE_GPUS)} | {_CPU.name: _CPU}
 
 
 DEVICES: dict[str, Device] = devices()
@@ -353,6 +300,49 @@ INFINITY_FABRIC = Link(
     "that a group smaller than the node has less; latency assumed as NVLink",
     c.INFINITY_FABRIC_EFFICIENCY,
 )
+NVLINK2 = Link(
+    150e9,
+    c.NVLINK_STEP_S,
+    "NVIDIA V100 datasheet: NVLink 300 GB/s, both directions; efficiency as NVLink 3: assumed",
+    c.NVLINK3_EFFICIENCY,
+    "nvlink",
+)
+NVLINK3_A800 = Link(
+    200e9,
+    c.NVLINK_STEP_S,
+    "A800: NVLink 400 GB/s, both directions; see the device",
+    c.NVLINK3_EFFICIENCY,
+    "nvlink",
+)
+NVLINK3_PAIR = Link(
+    56.25e9,
+    c.NVLINK_STEP_S,
+    "NVIDIA A40, RTX A6000 and RTX 3090 datasheets: bridge of two cards, 112.5 GB/s, both directions",
+    c.NVLINK3_EFFICIENCY,
+    "nvlink",
+)
+NVLINK_PCIE_PAIR = Link(
+    300e9,
+    c.NVLINK_STEP_S,
+    "NVIDIA A100 PCIe, H100 PCIe and H100 NVL datasheets: bridges of two cards, 600 GB/s, both directions",
+    c.NVLINK3_EFFICIENCY,
+    "nvlink",
+)
+INFINITY_FABRIC_MI250X = Link(
+    150e9,
+    c.NVLINK_STEP_S,
+    "AMD CDNA 2 white paper: a die has 3 links of 100 GB/s to other cards, both directions; "
+    "efficiency and latency as the MI300X: assumed",
+    c.INFINITY_FABRIC_EFFICIENCY,
+)
+INFINITY_FABRIC_MI355X = Link(
+    537.6e9,
+    c.NVLINK_STEP_S,
+    "AMD Instinct MI355X data sheet: 7 links of 153.6 GB/s, both directions; efficiency and latency as "
+    "the MI300X: assumed",
+    c.INFINITY_FABRIC_EFFICIENCY,
+)
+PCIE3 = Link(15.75e9, c.PCIE_STEP_S, "PCI Express 3.0 x16", c.PCIE_EFFICIENCY, "pcie")
 PCIE4 = Link(31.5e9, c.PCIE_STEP_S, "PCI Express 4.0 x16", c.PCIE_EFFICIENCY, "pcie")
 PCIE5 = Link(63.0e9, c.PCIE_STEP_S, "PCI Express 5.0 x16", c.PCIE_EFFICIENCY, "pcie")
 HDR200 = Link(
@@ -376,11 +366,50 @@ XDR800 = Link(
     c.INFINIBAND_EFFICIENCY,
     "network",
 )
+EDR100 = Link(
+    12.5e9,
+    c.NETWORK_STEP_S,
+    "NVIDIA DGX-1 datasheet: 4 x 100 Gb/s EDR InfiniBand",
+    c.INFINIBAND_EFFICIENCY,
+    "network",
+)
 EFA100 = Link(
     12.5e9,
     c.NETWORK_STEP_S,
     "AWS EC2 accelerated-computing network specifications: 100 Gb/s EFA interfaces; latency as "
     "InfiniBand: assumed",
+    c.EFA1_EFFICIENCY,
+    "network",
+)
+EFA200 = Link(
+    25e9,
+    c.NETWORK_STEP_S,
+    "AWS EC2 accelerated-computing network specifications: 200 Gb/s EFA interfaces; efficiency as "
+    "EFA of 100 Gb/s: assumed",
+    c.EFA1_EFFICIENCY,
+    "network",
+)
+EFA400 = Link(
+    50e9,
+    c.NETWORK_STEP_S,
+    "AWS EC2 accelerated-computing network specifications: 400 Gb/s EFA interfaces; efficiency as "
+    "EFA of 100 Gb/s: assumed",
+    c.EFA1_EFFICIENCY,
+    "network",
+)
+TCPX200 = Link(
+    25e9,
+    c.NETWORK_STEP_S,
+    "cloud.google.com/compute/docs/gpus/gpu-network-bandwidth: interfaces of 200 Gb/s (GPUDirect-TCPX "
+    "and TCPXO); efficiency as EFA: assumed",
+    c.EFA1_EFFICIENCY,
+    "network",
+)
+CLOUD_ETHERNET100 = Link(
+    12.5e9,
+    c.NETWORK_STEP_S,
+    "instances with 100 Gb/s: cloud.google.com/compute/docs/gpus/gpu-network-bandwidth, "
+    "aws.amazon.com/ec2/instance-types; efficiency as EFA: assumed",
     c.EFA1_EFFICIENCY,
     "network",
 )
@@ -400,13 +429,25 @@ LINKS: dict[str, Link] = {
     "nvlink4": NVLINK4,
     "nvlink4-h800": NVLINK4_H800,
     "nvlink5": NVLINK5,
+    "nvlink2": NVLINK2,
+    "nvlink3-a800": NVLINK3_A800,
+    "nvlink3-pair": NVLINK3_PAIR,
+    "nvlink-pcie-pair": NVLINK_PCIE_PAIR,
     "infinity-fabric": INFINITY_FABRIC,
+    "infinity-fabric-mi250x": INFINITY_FABRIC_MI250X,
+    "infinity-fabric-mi355x": INFINITY_FABRIC_MI355X,
+    "pcie3": PCIE3,
     "pcie4": PCIE4,
     "pcie5": PCIE5,
+    "edr100": EDR100,
     "hdr200": HDR200,
     "ndr400": NDR400,
     "xdr800": XDR800,
     "efa100": EFA100,
+    "efa200": EFA200,
+    "efa400": EFA400,
+    "tcpx200": TCPX200,
+    "cloud-ethernet100": CLOUD_ETHERNET100,
     "omnipath100": OMNIPATH100,
     "gloo": GLOO,
     "ethernet": ETHERNET,
@@ -418,6 +459,16 @@ CARD_LINKS: dict[str, Link] = {
     "l40s": PCIE4,
     "h100-pcie": PCIE5,
     "h100-nvl": PCIE5,
+    "t4": PCIE3,
+    "a10": PCIE4,
+    "l4": PCIE4,
+    "a40": PCIE4,
+    "a6000": PCIE4,
+    "rtx3090": PCIE4,
+    "rtx4090": PCIE4,
+    "rtx6000-ada": PCIE4,
+    "rtx5090": PCIE5,
+    "rtx-pro-6000": PCIE5,
     "cpu": GLOO,
 }
 """The link between devices of one host, for cards that have no node preset."""
@@ -448,6 +499,13 @@ HOSTS: dict[str, Host] = {
     "h100": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),
     "h200": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),
     "b200": _host(2000 * c.GIB, 16, 5600, PCIE5, _DGX_B200),
+    "gh200": Host(
+        480 * 10**9,
+        384e9,
+        450e9,
+        "NVIDIA GH200 datasheet: Grace with 480 GB of LPDDR5X at 384 GB/s; NVLink-C2C 900 GB/s, both directions",
+        c.HOST_ADAM_EFFICIENCY,
+    ),
     "cpu": Host(
         c.CPU_MEMORY_BYTES,
         c.CPU_COPY_BPS,
@@ -458,10 +516,38 @@ HOSTS: dict[str, Host] = {
 """The host of each catalogue device, in the node preset that it belongs to."""
 
 
+WITHOUT_CUDA_OR_ROCM = {
+    "tpu": "Google's TPUs run PyTorch by torch_xla, which compiles and shards by itself",
+    "trainium": "AWS Trainium runs PyTorch by the Neuron compiler, which shards by itself",
+    "trn": "AWS Trainium runs PyTorch by the Neuron compiler, which shards by itself",
+    "inferentia": "AWS Inferentia does not train",
+    "gaudi": "Intel Gaudi runs PyTorch by its own bridge (hpu), and nobody's runs on it are known here",
+    "hpu": "Intel Gaudi runs PyTorch by its own bridge (hpu), and nobody's runs on it are known here",
+    "ascend": "Huawei Ascend runs PyTorch by torch_npu, and nobody's runs on it are known here",
+    "cerebras": "Cerebras compiles models by its own software",
+    "groq": "Groq does not train",
+    "ipu": "Graphcore's IPUs compile models by their own software",
+    "mps": "Apple's GPUs have no collectives in torch.distributed",
+}
+"""Accelerators that cannot be planned for, by the beginning of their names, with the reason."""
+
+
+def reason_against(name: str) -> str | None:
+    """Why no plan can be made for the accelerator `name`; None if nothing is known against it."""
+    found = name.lower().removeprefix("aws-").removeprefix("intel-").removeprefix("google-")
+    return next(
+        (reason for word, reason in WITHOUT_CUDA_OR_ROCM.items() if found.startswith(word)), None
+    )
+
+
 def device(name: str, fitted: FittedConstants = FITTED) -> Device:
     """The catalogue entry `name`. Raises ValueError with the nearest names if there is none."""
     catalogue = devices(fitted)
     found = catalogue.get(name.lower()) if isinstance(name, str) else None
     if found is None:
+        if isinstance(name, str) and (reason := reason_against(name)):
+            raise ValueError(
+                f"device {shown(name)}: {reason}; plans are for PyTorch on CUDA, ROCm and CPUs"
+            )
         raise ValueError(f"unknown device {shown(name)}; {nearest(name, list(catalogue))}")
     return found

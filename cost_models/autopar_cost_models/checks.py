@@ -74,9 +74,10 @@ def finite(value: SupportsFloat) -> bool:
 
 
 def nearest(word: object, known: list[str]) -> str:
-    """A phrase for an error message: the entries of `known` closest to `word`, or all of them if
-    none is close.
+    """A phrase for an error message: the entries of `known` that begin with `word` or are closest
+    to it, or all of them if none is close.
     """
     text = shortened(word if isinstance(word, str) else shown(word), LONGEST_WORD)
-    close = get_close_matches(text.lower(), known, n=3, cutoff=0.5)
+    begins = [name for name in known if text and name.startswith(text.lower())]
+    close = begins[:4] or get_close_matches(text.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"

@@ -229,6 +229,37 @@ def all_to_all_time_s(
     return max(intra_s, inter_s) + latency_s + (nccl.base_s() if _uses_nccl(path) else 0.0)
 
 
+def distinct(places: int, choices: int) -> float:
+    """The expected number of distinct places among `choices` that fall on `places` evenly and
+    independently.
+    """
+    whole("places", places)
+    whole("choices", choices)
+    return places * (1 - (1 - 1 / places) ** choices)
+
+
+def dispatch_time_s(
+    size_bytes: float, choices: int, group_size: int, stride: int, topology: Topology
+) -> float:
+    """Seconds to send tokens to experts on other ranks, or their results back, each token once to
+    each node and from there once to each rank. 0 for one rank.
+
+    `size_bytes` is as for `all_to_all_time_s`: the bytes over all ranks if a token were sent once
+    for each of its `choices`. Routing is even. Both links work at the same time (DeepEP,
+    github.com/deepseek-ai/DeepEP, README: forwarding from RDMA to NVLink).
+    """
+    positive("size_bytes", size_bytes, zero_allowed=True)
+    path = _path(group_size, stride, topology, QUIET)
+    if path.ranks == 1:
+        return 0.0
+    intra_Bps, inter_Bps = _rank_rates(path, topology, QUIET)
+    sent_bytes, per_node, nodes = size_bytes / path.ranks / choices, path.ranks_per_node, path.nodes
+    intra_s = sent_bytes * distinct(path.ranks, choices) * (per_node - 1) / per_node / intra_Bps
+    inter_s = sent_bytes * distinct(nodes, choices) * (nodes - 1) / nodes / inter_Bps
+    latency_s = (per_node - 1) * topology.intra.latency_s + (nodes - 1) * topology.inter.latency_s
+    return max(intra_s, inter_s) + latency_s
+
+
 def point_to_point_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:

@@ -65,6 +65,8 @@ PCIE_STEP_S = 2.5e-6
 NETWORK_STEP_S = 4.0e-6
 
 DISPATCH_S = 24e-6  # seconds the host needs to issue one operation in eager mode: `autopar calibrate` beside an H200, 2026-11-26
+OWN_OP_ISSUES = 15  # operations that the host issues in the time of one op of autopar_kernels, in each pass: 0.6 to 0.9 ms for both at
+# 24 us (benchmarks/results/kernels_h200.txt, column host)
 
 # Buffers of one communicator (NCCL src/include/device.h and src/init.cc).  The protocols are LL (512 threads x 8 lines x 8 steps x 16
 # bytes), LL128 (640 threads x 120 x 8 steps x 8 bytes) and Simple (NCCL_BUFFSIZE).  Each connection of a channel has their buffers on its

@@ -129,6 +129,12 @@ _EFFICIENCIES = {
     "blackwell": "blackwell_efficiency",
     "ada": "ampere_efficiency",  # by year and process; nobody's runs of these two are known here
     "cdna3": "hopper_efficiency",
+    # nobody's runs of these are known here: as their nearest relatives
+    "volta": "ampere_efficiency",
+    "turing": "ampere_efficiency",
+    "blackwell-rtx": "ampere_efficiency",
+    "cdna2": "hopper_efficiency",
+    "cdna4": "hopper_efficiency",
 }
 _MAY_BE_ZERO = (
     "tile_s",

@@ -23,6 +23,11 @@ Other frameworks differ, in `STATE_RECIPES`:
   bf16 gradients of the last micro-batch, which are cleared only before the next backward. The
   all-reduce sends a further bf16 copy (bf16_optimizer.py update_hp_grads, pipe/engine.py
   _bf16_reduce_grads, engine.py allreduce_bucket, release 0.6).
+- bf16_moments: 2 + 4 + 8. fp32 master copy, and two bf16 moments (Megatron Core's
+  --exp-avg-dtype, --exp-avg-sq-dtype).
+- 8bit_moments: 2 + 4 + 6. fp32 master copy, and two moments of 8 bits (Dettmers et al.,
+  arXiv:2110.02861; their scales for blocks of 2,048 elements are not counted).
+- bf16_only: 2 + 2 + 4. Everything in bf16, without a master copy.
 
 bf16 and fp16_gradients are the 18 and 20 bytes per parameter of the memory table in Megatron Core's
 distributed optimizer guide.
@@ -60,6 +65,9 @@ STATE_RECIPES: dict[str, tuple[int, int, int]] = {
     "fsdp": (4, 4, 8),
     "deepspeed_fp16": (2, 2, 18),
     "deepspeed_bf16": (2, 8, 12),
+    "bf16_moments": (2, 4, 8),
+    "8bit_moments": (2, 4, 6),
+    "bf16_only": (2, 2, 4),
 }
 """Like `RECIPES`, for 16-bit training in other frameworks, by recipe name."""
 

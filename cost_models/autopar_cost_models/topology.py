@@ -140,6 +140,8 @@ class Topology:
 class NodePreset:
     """A node one can buy or rent. `devices_per_host` counts the devices that share an operating
     system (a tray of an NVL72 rack has 4). `nics_per_node=None` means one for each device.
+
+    A preset that is `by_name` is taken only where it is named: it is no device's home.
     """
 
     name: str
@@ -149,6 +151,7 @@ class NodePreset:
     inter: Link
     devices_per_host: int
     nics_per_node: int | None = None
+    by_name: bool = False
 
     def __post_init__(self) -> None:
         text("preset name", self.name)
@@ -164,8 +167,39 @@ class NodePreset:
         ).calibrated(fitted)
 
 
-# The first preset of a device is its home: the node that `ClusterSpec` takes when only the device is named.
 _GPU = cat.DEVICES
+_OFFERED = (
+    NodePreset("aws-p3dn", _GPU["v100-32g"], 8, cat.NVLINK2, cat.EFA100, 8, 1),
+    NodePreset("aws-p4de", _GPU["a100-80g"], 8, cat.NVLINK3, cat.EFA100, 8, 4),
+    NodePreset("aws-p5e", _GPU["h200"], 8, cat.NVLINK4, cat.EFA100, 8, 32),
+    NodePreset("aws-p5en", _GPU["h200"], 8, cat.NVLINK4, cat.EFA200, 8, 16),
+    NodePreset("aws-p6-b200", _GPU["b200"], 8, cat.NVLINK5, cat.EFA400, 8),
+    NodePreset("aws-g6", _GPU["l4"], 8, cat.PCIE4, cat.CLOUD_ETHERNET100, 8, 1),
+    NodePreset("gcp-a2-high", _GPU["a100-40g"], 8, cat.NVLINK3, cat.CLOUD_ETHERNET100, 8, 1),
+    NodePreset("gcp-a2-ultra", _GPU["a100-80g"], 8, cat.NVLINK3, cat.CLOUD_ETHERNET100, 8, 1),
+    NodePreset("gcp-a3-high", _GPU["h100"], 8, cat.NVLINK4, cat.TCPX200, 8, 4),
+    NodePreset("gcp-a3-mega", _GPU["h100"], 8, cat.NVLINK4, cat.TCPX200, 8),
+    NodePreset("gcp-a3-ultra", _GPU["h200"], 8, cat.NVLINK4, cat.NDR400, 8),
+    NodePreset("gcp-a4-high", _GPU["b200"], 8, cat.NVLINK5, cat.NDR400, 8),
+    NodePreset("azure-nd-a100-v4", _GPU["a100-40g"], 8, cat.NVLINK3, cat.HDR200, 8),
+    NodePreset("azure-ndm-a100-v4", _GPU["a100-80g"], 8, cat.NVLINK3, cat.HDR200, 8),
+    NodePreset("azure-nd-h100-v5", _GPU["h100"], 8, cat.NVLINK4, cat.NDR400, 8),
+    NodePreset("azure-nd-h200-v5", _GPU["h200"], 8, cat.NVLINK4, cat.NDR400, 8),
+    NodePreset("azure-nd-mi300x-v5", _GPU["mi300x"], 8, cat.INFINITY_FABRIC, cat.NDR400, 8),
+    # two cards with a bridge; between pairs of one host there is PCIe
+    NodePreset("a40-pair", _GPU["a40"], 2, cat.NVLINK3_PAIR, cat.PCIE4, 2),
+    NodePreset("a6000-pair", _GPU["a6000"], 2, cat.NVLINK3_PAIR, cat.PCIE4, 2),
+    NodePreset("rtx3090-pair", _GPU["rtx3090"], 2, cat.NVLINK3_PAIR, cat.PCIE4, 2),
+    NodePreset("a100-pcie-80g-pair", _GPU["a100-pcie-80g"], 2, cat.NVLINK_PCIE_PAIR, cat.PCIE4, 2),
+    NodePreset("h100-pcie-pair", _GPU["h100-pcie"], 2, cat.NVLINK_PCIE_PAIR, cat.PCIE5, 2),
+    NodePreset("h100-nvl-pair", _GPU["h100-nvl"], 2, cat.NVLINK_PCIE_PAIR, cat.PCIE5, 2),
+)
+"""Instances of clouds and pairs of cards, which are taken only by name. Networks of instances:
+aws.amazon.com/ec2/instance-types, cloud.google.com/compute/docs/gpus/gpu-network-bandwidth,
+learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated.
+"""
+
+# The first preset of a device is its home: the node that `ClusterSpec` takes when only the device is named.
 NODES: dict[str, NodePreset] = {
     preset.name: preset
     for preset in (
@@ -185,6 +219,25 @@ NODES: dict[str, NodePreset] = {
         NodePreset(
             "jeanzay-a100", _GPU["a100-80g"], 8, cat.NVLINK3, cat.OMNIPATH100, 8, nics_per_node=4
         ),
+        # homes of further devices
+        NodePreset("dgx-1-v100-16g", _GPU["v100-16g"], 8, cat.NVLINK2, cat.EDR100, 8, 4),
+        NodePreset("dgx-1-v100-32g", _GPU["v100-32g"], 8, cat.NVLINK2, cat.EDR100, 8, 4),
+        NodePreset("aws-g5", _GPU["a10g"], 8, cat.PCIE4, cat.CLOUD_ETHERNET100, 8, 1),
+        NodePreset("hgx-a800", _GPU["a800-80g"], 8, cat.NVLINK3_A800, cat.HDR200, 8),
+        NodePreset("hgx-h20", _GPU["h20"], 8, cat.NVLINK4, cat.NDR400, 8),
+        NodePreset("gh200-1", _GPU["gh200"], 1, cat.NVLINK4, cat.NDR400, 1),
+        NodePreset(
+            "mi250x-8",
+            _GPU["mi250x"],
+            8,
+            cat.INFINITY_FABRIC_MI250X,
+            cat.HDR200,
+            8,
+            nics_per_node=4,
+        ),
+        NodePreset("mi325x-8", _GPU["mi325x"], 8, cat.INFINITY_FABRIC, cat.NDR400, 8),
+        NodePreset("mi355x-8", _GPU["mi355x"], 8, cat.INFINITY_FABRIC_MI355X, cat.NDR400, 8),
+        *(replace(preset, by_name=True) for preset in _OFFERED),
     )
 }
 """Node presets by name."""
@@ -198,10 +251,11 @@ def node_preset(name: str) -> NodePreset:
 
 
 def home_of(device_name: str) -> NodePreset | None:
-    """The first preset that consists of this catalogue device; None for single cards and the
-    CPU.
+    """The first preset that consists of this catalogue device and is not only taken by name; None
+    for single cards and the CPU.
     """
-    return next((p for p in NODES.values() if p.device.name == device_name), None)
+    homes = (p for p in NODES.values() if p.device.name == device_name and not p.by_name)
+    return next(homes, None)
 
 
 @lru_cache(maxsize=None, typed=True)  # typed: 1.0 and True equal 1 and would slip past the checks

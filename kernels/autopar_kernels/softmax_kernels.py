@@ -152,7 +152,7 @@ def _shares(first_level, second_level, row, alive):
 
 
 @kernel
-def merge_forward_kernel(
+def merge_kernel(
     first, first_level, second, second_level, out, level, rows, columns, strides,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -169,26 +169,3 @@ def merge_forward_kernel(
     value += tl.where(q[:, None] == 0.0, 0.0, q[:, None] * b)
     store_tile(out, row, column, columns, 1, value, mask)
     tl.store(level + row, norm, alive)
-
-
-@kernel
-def merge_backward_kernel(
-    grad, grad_level, first, first_level, second, second_level, dfirst, dfirst_level, dsecond,
-    dsecond_level, rows, columns, strides, R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write gradients of both parts and of the logarithms of their denominators."""
-    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
-    alive = row < rows
-    column = tl.arange(0, BLOCK)
-    mask = alive[:, None] & (column < columns)[None, :]
-    p, q, _ = _shares(first_level, second_level, row, alive)
-    g = load_tile(grad, row, column, strides[0], strides[1], mask)
-    a = load_tile(first, row, column, strides[2], strides[3], mask)
-    b = load_tile(second, row, column, strides[4], strides[5], mask)
-    store_tile(dfirst, row, column, columns, 1, p[:, None] * g, mask)
-    store_tile(dsecond, row, column, columns, 1, q[:, None] * g, mask)
-    both = (p * q)[:, None]
-    along = tl.sum(tl.where(both == 0.0, 0.0, both * g * (a - b)), 1)
-    upstream = tl.load(grad_level + row, alive, 0.0).to(tl.float32)
-    tl.store(dfirst_level + row, along + tl.where(p == 0.0, 0.0, p * upstream), alive)
-    tl.store(dsecond_level + row, tl.where(q == 0.0, 0.0, q * upstream) - along, alive)

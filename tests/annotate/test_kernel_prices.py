@@ -625,8 +625,10 @@ def test_plans_are_for_a_software(llama):
 
     eager, fast = planned(Software()), planned(Software(compiled=True, matmul_dtype="fp8"))
     assert fast.predicted.step_time_s < eager.predicted.step_time_s
-    said = [note for plan in (eager, fast) for note in plan.notes if "predicted for" in note]
-    assert said == ["predicted for torch.compile, fp8 linear layers"] and said[0] in fast.notes
+    assert eager.made_for.software == {}
+    assert fast.made_for.software == {"compiled": True, "matmul_dtype": "fp8"}
+    assert Software.from_data(fast.made_for.software) == Software(compiled=True, matmul_dtype="fp8")
+    assert " torch.compile, fp8 linear layers\n" in autopar.explain(fast) + "\n"
     with pytest.raises(AutoparError, match="no fp8 rate"):
         autopar.plan(
             model,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import asdict
 
 from torch import nn
 
 from benchmarks.exactness import public_models
 from benchmarks.exactness.public_inputs import Classifier, PublicModel, images, packed, padded
-from benchmarks.exactness.public_models import MODELS, PublicCell, read_log, run_cell, table
+from benchmarks.exactness.public_models import (
+    MODELS,
+    PublicCell,
+    read_log,
+    run_apart,
+    run_cell,
+    table,
+)
 
 
 def test_there_are_networks_of_each_package_and_batches_of_each_kind():
@@ -44,6 +53,29 @@ def test_verdicts(monkeypatch):
     assert refused.verdict == "refused" and "tp=3" in refused.words
     text = table([*found, refused])
     assert "dp=2: 1 exact, 1 crash" in text and "a linear tp=3 refused: " in text
+
+
+def test_a_cell_that_ends_or_hangs_is_a_crash(monkeypatch):
+    models = {
+        "a exits": PublicModel(lambda: os._exit(3), images(3)),
+        "b hangs": PublicModel(lambda: time.sleep(60), images(3)),
+    }
+    monkeypatch.setattr(public_models, "MODELS", models)
+    monkeypatch.setattr(public_models, "TIMEOUT_S", 2.0)
+    cells = [run_apart(name, "dp=2") for name in models]
+    assert [cell.verdict for cell in cells] == ["crash", "crash"]
+    assert "code 3" in cells[0].words and "longer than 2 s" in cells[1].words
+
+
+def test_the_last_cell_counts_and_the_table_says_which_commit_ran_it(monkeypatch):
+    monkeypatch.setattr(public_models, "MODELS", dict.fromkeys(["a", "b"]))
+    cells = [
+        PublicCell("a", "dp=2", "WRONG", "off", commit="1111111"),
+        PublicCell("a", "dp=2", "exact", error=1e-15, commit="2222222"),
+    ]
+    lines = table(cells).splitlines()
+    assert lines[1].split() == ["a", "exact", "1e-15", "2222222"]
+    assert "Not run: b" in lines and "WRONG" not in table(cells)
 
 
 def test_a_log_is_read_as_it_was_written(tmp_path):

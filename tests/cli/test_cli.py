@@ -49,7 +49,11 @@ def without_time(plan: Plan) -> dict:
 
 
 def test_explain_prints_the_plan_and_its_reasons():
-    result = run(*EXPLAIN, "--pin", "tp=2,dp=4")
+    brief = run(*EXPLAIN, "--pin", "tp=2,dp=4").stdout
+    assert (
+        "Block layers.0" not in brief and "--layers" in brief and "mesh dp x cp x tp" not in brief
+    )
+    result = run(*EXPLAIN, "--pin", "tp=2,dp=4", "--layers", "--verbose")
     assert result.exit_code == 0, result.output
     expected = [
         "dp=4 tp=2",
@@ -68,7 +72,7 @@ def test_explain_prints_the_plan_and_its_reasons():
         "scaled_dot_product_attention",
         "cross_entropy_loss",
     ]
-    for words in [*expected, "collectives forward", "collectives backward"]:
+    for words in [*expected, "collectives forward", "collectives backward", "mesh dp x cp x tp"]:
         assert words in result.stdout, words
 
 
@@ -99,7 +103,7 @@ def test_save_and_load(tmp_path):
 def test_plan_explain_names_strategies_in_plain_words():
     text = autopar.explain(plan_of({"tp": 4, "pp": 1, "recompute": "none"}))
     assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
-    assert "The engine cannot run this plan yet: it lacks a graph captured in bf16" in text
+    assert "To train with it, plan with --runnable" in text
 
 
 def test_explain_says_when_a_plan_runs():

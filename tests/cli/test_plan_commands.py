@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from click.testing import CliRunner, Result
 
 import autopar
 from autopar import Plan, api
+from autopar.cli import terminal as terminal_module
 from autopar.cli.plan_commands import cli
 from autopar.models import parse_model
+from autopar.text.tables import grid
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]
 SOON = ["--time-limit", "4"]  # whatever is found by then
@@ -327,3 +330,22 @@ def test_audit_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
         "autopar audit is for saved plans"
         in run("explain", "--plan", str(saved["tp2"]), "--audit", code=2).stderr
     )
+
+
+def test_progress_without_a_terminal_is_a_line_every_so_often(monkeypatch, capsys):
+    monkeypatch.setattr(terminal_module, "PROGRESS_AFTER_S", 0.05)
+    monkeypatch.setattr(terminal_module, "PROGRESS_EVERY_S", 0.1)
+    with terminal_module.progress("planning") as tell:
+        time.sleep(0.1)
+        tell("candidate 1")
+        tell("candidate 2")
+        time.sleep(0.25)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "planning ... (0 s)" and 2 <= len(lines) <= 5
+    assert set(lines[1:]) == {"candidate 2 (2 so far, 0 s)"}
+
+
+def test_lines_end_without_blanks(capsys):
+    terminal_module.show(grid("Title", ("a", "b"), [("x", "y"), ("long word", "z")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line == line.rstrip() for line in lines)

@@ -161,3 +161,36 @@ def test_robust():
     assert data["candidates"][0]["step_time_s"] == data["step_time_s"] and Plan.from_json(
         json.dumps(data["most_robust"])
     )
+
+
+def test_headroom_and_tolerance_are_options_of_every_command_that_plans(tmp_path):
+    args = [
+        "llama-tiny",
+        "h100:2",
+        "--global-batch",
+        "4",
+        "--seq",
+        "16",
+        "--pin",
+        "pp=1,recompute=none",
+    ]
+    data = json.loads(
+        run("explain", *args, "--headroom", "50%", "--tolerance", "0", "--json").stdout
+    )
+    assert data["certificate"]["headroom"] == 0.5 and data["certificate"]["tolerance"] == 0.0
+    default = json.loads(run("explain", *args, "--json").stdout)["certificate"]
+    assert 0.08 < default["headroom"] < 0.12 and default["tolerance"] == 0.02
+    assert [entry["family"] for entry in default["runners_up"]]
+    shown = run("explain", *args).stdout
+    assert "Runners-up" in shown and "kept free" in shown and "nothing simpler" in shown
+    assert run("explain", *args).stdout == shown
+    for command in ("why-not", "compare", "robust"):
+        run(command, *args, "--headroom", "79.9GiB", code=2)
+    assert "leaves nothing" in run("explain", *args, "--headroom", "79GiB", code=2).output
+
+
+def test_compare_without_pins_has_a_column_for_each_family():
+    args = ["compare", "llama-tiny", "h100:2", "--global-batch", "4", "--seq", "16"]
+    data = json.loads(run(*args, "--json").stdout)
+    assert data[0]["name"] == "best" and len(data) >= 3
+    assert all(one["plan"] or one["reason"] for one in data)

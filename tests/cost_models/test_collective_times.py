@@ -179,3 +179,23 @@ def test_wrong_sizes_are_refused(name, wrong):
         cm.collective_time_s(name, wrong, 2, 1, IN_NODE)
     with pytest.raises(ValueError, match="size_bytes"):
         cm.point_to_point_time_s(wrong, 2, 1, IN_NODE)
+
+
+def test_a_token_that_goes_once_to_each_place_sends_less():
+    """8 choices on 2 nodes of 8: nearly one copy crosses the network, not the 4 that fall on the other node."""
+    topology = cm.Topology(8, 2, NVLINK, NIC)
+    size_bytes, choices = 16e9, 8
+    all_s = cm.all_to_all_time_s(size_bytes, 16, 1, topology)
+    once_s = cm.dispatch_time_s(size_bytes, choices, 16, 1, topology)
+    assert cm.distinct(2, 8) == pytest.approx(2 - 2 / 2**8)
+    assert once_s < 0.3 * all_s
+    assert cm.dispatch_time_s(size_bytes, 1, 16, 1, topology) == pytest.approx(all_s, rel=0.01)
+    assert cm.dispatch_time_s(size_bytes, choices, 1, 1, topology) == 0.0
+
+
+@given(groups(), sizes, st.integers(1, 16))
+def test_a_dispatch_is_no_slower_than_copies(group, size_bytes, choices):
+    more_s = cm.dispatch_time_s(2 * size_bytes, choices, *group)
+    assert more_s >= cm.dispatch_time_s(size_bytes, choices, *group) >= 0
+    found = cm.distinct(group[0], choices)
+    assert 1 - 1e-9 <= found <= min(group[0], choices) + 1e-9

@@ -6,6 +6,8 @@ from dataclasses import FrozenInstanceError, fields, replace
 import autopar_cost_models as cm
 import pytest
 from autopar_cost_models import constants
+from autopar_cost_models.attention import FLASH_RATES
+from autopar_cost_models.catalogue import WITHOUT_CUDA_OR_ROCM, reason_against
 
 GPUS = [d for d in cm.DEVICES.values() if d.name != "cpu"]
 
@@ -23,7 +25,7 @@ def test_every_figure_is_positive_and_sourced(device):
                 or (f.name, number) == ("tile_s", 0)
             ), f.name
     assert 0 < device.usable_bytes < device.memory_bytes
-    assert {"fp32", "bf16", "fp64"} <= set(device.flops)
+    assert {"fp32", "fp64"} <= set(device.flops) and {"bf16", "fp16"} & set(device.flops)
 
 
 @pytest.mark.parametrize("link", cm.LINKS.values(), ids=cm.LINKS)
@@ -36,11 +38,27 @@ def test_every_link_is_positive_and_sourced(link):
 @pytest.mark.parametrize("device", GPUS, ids=lambda d: d.name)
 def test_rates_are_dense_and_ordered(device):
     f = device.flops
-    assert f["bf16"] == f["fp16"] > f["tf32"] > f["fp32"] >= f["fp64"]
-    assert f["bf16"] / f["tf32"] == pytest.approx(2, rel=0.05)
+    assert f["fp16"] > f.get("tf32", f["fp32"]) >= f["fp32"] >= f["fp64"]
+    assert f.get("bf16", f["fp16"]) == f["fp16"]
+    if "tf32" in f:
+        assert f["fp16"] / f["tf32"] == pytest.approx(2, rel=0.05)
     if "fp8" in f:
         # datasheets round (L40S: 733 and 362)
         assert f["fp8"] / f["bf16"] == pytest.approx(2, rel=0.02)
+
+
+def test_every_generation_has_an_efficiency_and_all_since_ampere_flash_attention():
+    measured = {generation for generation, _ in FLASH_RATES}
+    for device in GPUS:
+        assert cm.FITTED.matmul_efficiency(device.generation) > 0
+        assert device.generation in measured or "bf16" not in device.flops
+
+
+@pytest.mark.parametrize("name", WITHOUT_CUDA_OR_ROCM)
+def test_accelerators_without_cuda_or_rocm_are_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match="CUDA, ROCm"):
+        cm.device(f"{name}-9")
+    assert not [device for device in cm.DEVICES if reason_against(device)]
 
 
 def test_known_datasheet_figures():
@@ -69,7 +87,10 @@ def test_a_part_has_the_rates_of_its_dtype():
 
 @pytest.mark.parametrize("preset", cm.NODES.values(), ids=lambda p: p.name)
 def test_presets_are_made_of_catalogue_devices(preset):
-    assert cm.home_of(preset.device.name).device == preset.device == cm.device(preset.device.name)
+    home = cm.home_of(preset.device.name)
+    assert preset.device == cm.device(preset.device.name)
+    assert preset.by_name or home is not None
+    assert home is None or (home.device == preset.device and not home.by_name)
     assert preset.topology(3).num_devices == 3 * preset.devices_per_node
     assert preset.intra.achieved_Bps > preset.inter.achieved_Bps
 

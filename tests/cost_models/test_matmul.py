@@ -20,7 +20,7 @@ from support.effort import examples
 
 H100 = cm.device("h100", cm.ISOLATED)
 TILED = replace(H100, tile_s=2e-6)
-GPUS = [d for d in cm.DEVICES.values() if d.name != "cpu"]
+GPUS = [d for d in cm.DEVICES.values() if d.name != "cpu" and "bf16" in d.flops]
 sizes = st.integers(1, 20000)
 
 

@@ -40,7 +40,7 @@ def test_an_empty_kernel_costs_its_launch():
     sizes,
     sizes,
     sizes,
-    st.sampled_from(list(cm.DEVICES.values())),
+    st.sampled_from([device for device in cm.DEVICES.values() if "bf16" in device.flops]),
     st.sampled_from(["fp32", "bf16", "fp64"]),
 )
 def test_monotone_and_bounded_below_by_the_datasheet(flops, size_bytes, more, device, dtype):

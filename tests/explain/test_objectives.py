@@ -191,7 +191,7 @@ def test_what_was_not_settled_in_time_is_no_proof():
         4,
         2,
         False,
-    ) and "none on 2 takes at most 1,000.0 ms is not proved" in few.claim
+    ) and "none on 2 takes at most 1.000 s is not proved" in few.claim
     assert (
         "not in time" in words_of(chosen_table(few))
         and json.loads(json.dumps(chosen_data(few)))["tried"][1]["bound_s"] == 0

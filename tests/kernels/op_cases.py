@@ -178,15 +178,9 @@ CASES = [
         lambda: (*((2, 2, 5), (2, 2, 5), MASK, (2,), (2, 2)), 0.7, None, [True, True]),
         differentiable=False,
     ),
-    OpCase(ops.merge_attention.default, lambda: ((2, 3, 5), (2, 3), (2, 3, 5), (2, 3))),
     OpCase(
-        ops.merge_attention_forward.default,
+        ops.merge_attention.default,
         lambda: ((3, 5), (3,), (3, 5), (3,)),
-        differentiable=False,
-    ),
-    OpCase(
-        ops.merge_attention_backward.default,
-        lambda: ((3, 5), (3,), (3, 5), (3,), (3, 5), (3,)),
         differentiable=False,
     ),
     OpCase(ops.permute_rows.default, lambda: ((3, 5), ORDER, INVERSE)),

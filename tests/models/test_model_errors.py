@@ -126,7 +126,7 @@ def test_bad_inputs():
         ('{"model_type": "llamma"}', "no model_type 'llamma'; did you mean llama"),
         (
             '{"model_type": "wav2vec2"}',
-            "'wav2vec2' is neither a language model nor an image classifier",
+            "'wav2vec2' is no model of language, of speech to text, or of images to classes",
         ),
         ('{"model_type": "llama", "hidden_size": "big"}', "transformers rejects the config"),
         (

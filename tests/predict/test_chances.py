@@ -6,11 +6,12 @@ from dataclasses import replace
 from math import isnan
 
 import pytest
+from autopar_cost_models.memory_error import SPREAD
 from hypothesis import given
 from hypothesis import strategies as st
 from support.published_rows import GPT, write
 
-from autopar.predict.chances import SPREAD, fit_chance, reliability, separation
+from autopar.predict.chances import fit_chance, reliability, separation
 from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
 

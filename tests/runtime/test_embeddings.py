@@ -67,7 +67,7 @@ class Gathered(Classifier):
 
 
 class Rescaled(Classifier):
-    """What the refusal of `max_norm` advises."""
+    """What a refusal of `max_norm` advises."""
 
     def look_up(self, ids: Tensor) -> Tensor:
         rows = self.table(ids)
@@ -155,7 +155,7 @@ def check(pool, name: str, optimizer: str, found: Plan) -> None:
             assert (state[key] - value).norm() <= max(TOLERANCE * update, ABSOLUTE), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SPARSE | COUNTED | OTHERS)
 @pytest.mark.parametrize(("dp", "tp", "number"), [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
 def test_training_is_exact(pool2, name, dp, tp, number):
     if number > 1 and name in (*COUNTED, "largest"):
@@ -253,16 +253,108 @@ def test_the_advice_for_sparse_adam_works():
         assert torch.allclose(state[key], value, rtol=0, atol=1e-11), key
 
 
-@pytest.mark.parametrize(("kind", "options", "text"), [
-    (Classifier, {"max_norm": 1.5}, r"'table' is an Embedding with max_norm=1.5.*norm\(2, -1, True\) / 1.5\).clamp\(min=1\)"),
-    (Classifier, {"max_norm": 3, "norm_type": 1.0}, r"max_norm=3.*norm\(1, -1, True\) / 3"),
-    (Bag, {"max_norm": 1.5, "mode": "sum"}, r"'table' is an EmbeddingBag"),
-])  # fmt: skip
-def test_max_norm_is_refused(kind, options, text):
+LIMITED = {
+    "limited": partial(Classifier, max_norm=1.5),
+    "limited sums": partial(Classifier, max_norm=3.0, norm_type=1.0, padding_idx=3),
+    "limited largest": partial(Classifier, max_norm=0.5, norm_type=float("inf")),
+    "limited bag": partial(Bag, max_norm=1.5, mode="sum"),
+    "limited and tied": lambda: Tied(max_norm=1.5),
+}
+MODELS |= LIMITED
+
+
+class Tied(Classifier):
+    """Reads the whole table after it looked rows up twice."""
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        x = (self.table(ids) + self.table(ids.flip(1))).mean(1)
+        return x + (x @ self.table.weight.T).tanh() @ self.table.weight
+
+
+def trained_with(rank: int, name: str, pins: list[dict]) -> list[float]:
+    """On one rank: for each pin, the largest error over what is allowed."""
+    built, batches, _ = model(name)
+    expected, before, after = reference(name, "momentum")
+    found = []
+    for pin in pins:
+        engine = parallelize(built, "cpu:2", batches[0], sgd, pin=pin, precision="fp64")
+        losses, state = run_steps(engine, batches)
+        assert losses == pytest.approx(expected, rel=1e-9)
+        errors = [
+            float((state[key] - value).norm())
+            / max(TOLERANCE * float((value - before[key]).norm()), ABSOLUTE)
+            for key, value in after.items()
+        ]
+        found.append(max(errors))
+    return found
+
+
+LIMITED_PINS = [
+    {"dp": 2, "micro_batch": 2},
+    {"dp": 2, "zero": 1},
+    {"dp": 2, "zero": 3},
+    {"tp": 2},
+    {"pp": 2, "micro_batch": 4},
+]
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_rows_of_limited_norm_are_exact(pool2, name):
+    pins = LIMITED_PINS if name == "limited" else LIMITED_PINS[:1]
+    for found in pool2.run(trained_with, name, pins):
+        assert max(found) <= 1, found
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["limited sums", "limited largest"])
+def test_rows_of_limited_norm_are_exact_under_any_placement(pool2, name, seed):
+    traced = model(name)[2]
+    plan = random_plan(traced, Annotator(traced), setting(MeshShape(tp=2)), seed)
+    check(pool2, name, "momentum", plan)
+
+
+def test_evaluation_rescales_rows_too():
+    built, batches, _ = model("limited")
+    torch.manual_seed(0)
+    eager = MODELS["limited"]().double()
+    eager.load_state_dict(built.state_dict())
+    engine = parallelize(built, "cpu:1", batches[0], sgd, precision="fp64")
+    with torch.no_grad():
+        assert float(engine.eval_step(batches[0])) == pytest.approx(float(eager(**batches[0])))
+    rows = engine.full_state_dict()["table.weight"]
+    assert torch.allclose(rows, eager.table.weight, rtol=0, atol=1e-12)
+    assert not torch.allclose(rows, built.table.weight)
+
+
+class ReadBefore(Classifier):
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.table.weight.mean(0) + self.table(ids).mean(1)
+
+
+class Computed(Classifier):
+    def look_up(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.table.weight * 2, max_norm=1.0).mean(1)
+
+
+class OfActivations(Classifier):
+    def look_up(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.table.weight).mean(1)
+        return x + self.table(x.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ReadBefore, "after reading other rows of the table"),
+        (Computed, "in a table that it computes"),
+        (OfActivations, "at ids that do not follow from inputs alone"),
+    ],
+)
+def test_limits_that_would_be_others_before_forward_are_refused(kind, text):
     batch = {
         "ids": torch.zeros(ROWS, SEQ, dtype=torch.int64),
         "labels": torch.zeros(ROWS, dtype=torch.int64),
     }
     with pytest.raises(AutoparError, match=text) as error:
-        trace(kind(**options), batch)
+        trace(kind(max_norm=1.5), batch)
     paragraph(error.value)

@@ -741,6 +741,10 @@ FUSED = {
         lambda b, i, j, k, m: call(autopar.glu.default, t(b, 2 * j), layout="up_gate"),
         lambda b, i, j, k, m: call(autopar.glu.default, t(b, 2 * j), layout="interleaved"),
     ],
+    "autopar::bias_activation": [
+        lambda b, i, j, k, m: call(autopar.bias_activation.default, t(b, i, j), t(j), "gelu"),
+        lambda b, i, j, k, m: call(autopar.bias_activation.default, t(b, j), t(j), "silu"),
+    ],
     "autopar::layer_norm": [
         lambda b, i, j, k, m: call(
             autopar.layer_norm.default, t(b, i, j + 1), t(j + 1), t(j + 1), 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -124,7 +125,7 @@ CONTRASTIVE = {
 
 
 def wrapper() -> type[nn.Module]:
-    """The wrapper of Qwen2-VL that the guide prints."""
+    """The wrapper of Qwen2-VL and Qwen3-VL that the guide prints."""
     page = (Path(__file__).parents[2] / "docs" / "guides" / "own-model.md").read_text()
     block = re.search(r"<!-- file: images.py -->\n```python\n(.*?)```", page, re.S)
     assert block is not None
@@ -149,11 +150,27 @@ qwen2_vl = generative(
 )
 
 
-def grids(seed: int) -> dict[str, Tensor]:
-    """Captions with the patches of their images, and the positions that Qwen2-VL gives them."""
+qwen3_vl = generative(
+    "Qwen3VL",
+    QWEN_VISION
+    | {
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    QWEN_TEXT | {"head_dim": 8},
+    image_token_id=IMAGE,
+    video_token_id=96,
+    vision_start_token_id=93,
+)
+
+
+def grids(seed: int, build: Callable[[], nn.Module] = qwen2_vl) -> dict[str, Tensor]:
+    """Captions with the patches of their images, and the positions that the model gives them."""
     batch = captions(seed)
     of_images = (batch["input_ids"] == IMAGE).long()
-    positions, _ = qwen2_vl().model.get_rope_index(
+    positions, _ = build().model.get_rope_index(
         batch["input_ids"],
         of_images,
         torch.tensor([GRID] * ROWS),
@@ -169,6 +186,7 @@ def grids(seed: int) -> dict[str, Tensor]:
 
 GENERATIVE = {
     "Qwen2VL": (lambda: wrapper()(qwen2_vl(), GRID), grids),
+    "Qwen3VL": (lambda: wrapper()(qwen3_vl(), GRID), partial(grids, build=qwen3_vl)),
     "Llava": (generative("Llava", CLIP, LLAMA, image_token_index=IMAGE), captions),
     "PaliGemma": (
         generative("PaliGemma", SIGLIP, GEMMA, image_token_index=IMAGE, projection_dim=32, hidden_size=32),

@@ -155,3 +155,18 @@ def of_sizes() -> nn.Module:
 def test_roots_and_maxima_of_the_batch_size_are_computed(pool2):
     for found in pool2.run(errors, of_sizes, [*WHOLE], batches()):
         assert max(found) <= 1, found
+
+
+# ------------------------------------------------------------------------------------------------------------------ graphs of their own
+
+GRAPHS = {
+    "cond": lambda y: torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)),
+    "cond in a sum": lambda y: y + torch.cond(y.mean() > 1, lambda t: t * 2, lambda t: t - 1, (y,)),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_of_their_own_are_refused_by_line(name):
+    with pytest.raises(AutoparError, match=r"torch\.where in the place of torch\.cond") as refused:
+        trace(Model(GRAPHS[name]), {"x": torch.ones(4, 6)})
+    assert "test_data_dependent.py:" in paragraph(refused.value)

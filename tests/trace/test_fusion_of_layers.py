@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.fusion_graphs import WIDTH, calls, fused_from
+
+from autopar.ir.calls import op_name
 
 GATED = {
     "silu": lambda x, w, v: F.silu(x) * (x * w),
@@ -80,6 +84,63 @@ OTHERS = {
 def test_what_is_no_gated_activation_stays(name):
     model = fused_from(OTHERS[name], mode="all")
     assert not model.fusion.fused and all(op.startswith("aten::") for op in calls(model))
+
+
+def layer(x, w, v):
+    """x passes a square matrix that is no parameter, with the vector w added."""
+    return F.linear(x, torch.outer(v, v), w)
+
+
+def joint_layer(x, w, v):
+    """As transformers' Conv1D writes it."""
+    return torch.addmm(w, x.view(-1, WIDTH), torch.outer(v, v)).view(x.shape)
+
+
+def gelu_by_tanh(x, slope=0.044715):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + slope * torch.pow(x, 3.0))))
+
+
+def bent_and_read(x):
+    return gelu_by_tanh(x) + torch.sin(x)
+
+
+BIASED = {
+    "a sum": (lambda x, w, v: F.gelu(v + torch.sin(x)), "gelu"),
+    "relu": (lambda x, w, v: F.relu(torch.sin(x) + v), "relu"),
+    "a product": (lambda x, w, v: gelu_by_tanh(layer(x, w, v)), "gelu_tanh"),
+    "a reshaped product": (lambda x, w, v: gelu_by_tanh(joint_layer(x, w, v)), "gelu_tanh"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BIASED)
+def test_activations_after_a_bias(name, dtype):
+    body, act = BIASED[name]
+    model = fused_from(body, dtype, "all")
+    assert only(model, "autopar::bias_activation") == {"act": act}
+
+
+def test_the_product_before_loses_its_bias():
+    for body, product in ((layer, "aten::linear"), (joint_layer, "aten::mm")):
+        model = fused_from(lambda x, w, v, body=body: gelu_by_tanh(body(x, w, v)), mode="all")
+        nodes = [n for c in model.classes for n in c.graph.nodes if op_name(n) == product]
+        assert "aten::addmm" not in calls(model)
+        assert [len(n.args) for n in nodes].count(2) == 1
+
+
+ALONE = {
+    "one op after a product": lambda x, w, v: F.relu(layer(x, w, v)),
+    "a product that others read": lambda x, w, v: bent_and_read(layer(x, w, v)),
+    "a product without a bias": lambda x, w, v: gelu_by_tanh(F.linear(x, torch.outer(v, w))),
+    "a vector of another length": lambda x, w, v: F.relu(x + w[:1]),
+    "another slope": lambda x, w, v: gelu_by_tanh(layer(x, w, v), 0.0447),
+    "an activation of its own kind": lambda x, w, v: F.leaky_relu(layer(x, w, v)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_other_activations_stay(name):
+    assert not fused_from(ALONE[name], mode="all").fusion.fused
 
 
 def angles(x, neighbours=False):
@@ -160,6 +221,21 @@ def by_columns(read, write, sign=1.0, upper=1.0):
 def test_rotary_positions_by_columns(read, write, sign):
     found = only(fused_from(by_columns(read, write, sign), mode="all"), "autopar::rotary_single")
     assert found == attributes(read == "neighbours", parted=read != write)
+
+
+def test_rotary_positions_of_pairs_of_elements():
+    """As complex numbers are spelled: pairs of neighbours are a dim of their own."""
+
+    def body(x, w, v):
+        cos, sin = (table.float() for table in angles(x))
+        heads = torch.cat([x, torch.sin(x)], -1).unsqueeze(1)
+        pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
+        low, high = pairs[..., 0], pairs[..., 1]
+        parts = torch.stack((low * cos - high * sin, low * sin + high * cos), -1)
+        return parts.flatten(3).type_as(x).squeeze(1)[..., :WIDTH]
+
+    found = only(fused_from(body, torch.bfloat16, "all"), "autopar::rotary_single")
+    assert found == attributes(interleaved=True, promote=False)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -88,6 +88,15 @@ def half_alone(x, w, v):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w
 
 
+def root_rounded(x, w, v):
+    """As DeepSeek-V4 writes it: what x is multiplied by is rounded before."""
+    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS).to(x.dtype)
+
+
+def root_rounded_and_weighted(x, w, v):
+    return w * root_rounded(x, w, v)
+
+
 def of_torch(x, w, v):
     return F.rms_norm(x, (WIDTH,), w, EPS)
 
@@ -99,6 +108,8 @@ BODIES = {
     t5: ("before", 0.0),
     unweighted: ("after", 0.0),
     half_alone: ("none", 0.0),
+    root_rounded: ("after", 0.0),
+    root_rounded_and_weighted: ("before", 0.0),
 }
 
 

@@ -249,6 +249,58 @@ def test_training_with_it_is_that_of_eager_pytorch(pool2, name):
         assert max(found) <= 1, found
 
 
+class Late(nn.Module):
+    """A table that the first call makes of a buffer and that later calls read, as position biases do."""
+
+    def __init__(self, keep: str, of: str = "slopes") -> None:
+        super().__init__()
+        self.inner, self.keep, self.of = nn.Linear(6, 6), keep, of
+        self.register_buffer("slopes", torch.linspace(0.5, 2.0, 6))
+        self.weight = nn.Parameter(torch.ones(6))
+        if keep == "attribute":
+            self.table = None
+        elif keep == "buffer":
+            self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return (y @ self.kept(y.shape[1])).square().sum()
+
+    def kept(self, size: int) -> Tensor:
+        if getattr(self, "table", None) is not None:
+            return self.table[-size:, :size]
+        made = getattr(self, self.of) * torch.arange(size)[:, None]
+        if self.keep == "attribute":
+            self.table = made
+        else:
+            self.register_buffer("table", made, persistent=False)
+        return made
+
+
+LATE = ["buffer", "new buffer", "attribute"]
+
+
+@pytest.mark.parametrize("keep", LATE)
+def test_tables_that_the_first_call_makes_of_buffers_are_noted(keep):
+    model = Late(keep)
+    found = notes(trace(model, {"x": torch.ones(4, 6)}))
+    (note,) = [note for note in found if "which does not change what it computes" in note]
+    assert "'table'" in note
+    assert getattr(model, "table", None) is None
+
+
+@pytest.mark.parametrize("keep", LATE)
+def test_tables_that_the_first_call_makes_of_parameters_are_refused(keep):
+    with pytest.raises(AutoparError, match=r"forward .*(changes|reads)") as refused:
+        trace(Late(keep, "weight"), {"x": torch.ones(4, 6)})
+    paragraph(refused.value)
+
+
+def test_training_with_such_a_table_is_that_of_eager_pytorch(pool2):
+    for found in pool2.run(errors, functools.partial(Late, "buffer"), [*WHOLE], batches()):
+        assert max(found) <= 1, found
+
+
 def test_forwards_without_state_have_no_notes():
     assert not trace(Model(lambda m, y: y), {"x": torch.ones(4, 6)}).notes
 

@@ -28,6 +28,22 @@ FORMS = {
 }  # fmt: skip
 
 
+def deep_stack(x: Tensor, f: Tensor) -> Tensor:
+    """Features are added to the marked rows, as DeepStack of Qwen3-VL does."""
+    marked, x = tokens(x), x.clone()
+    x[marked, :] = x[marked, :] + f.flatten(0, 1)
+    return x
+
+
+def gated(x: Tensor, f: Tensor) -> Tensor:
+    """Marked rows, scaled by features that come first."""
+    marked = tokens(x)
+    return x.index_put((marked,), f.flatten(0, 1).sigmoid() * x[marked])
+
+
+FORMS |= {"deep stack": deep_stack, "gated": gated}
+
+
 class Model(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()

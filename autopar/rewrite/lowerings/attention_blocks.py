@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import autopar_kernels.partial_attention  # noqa: F401 (registers the merge)
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
@@ -216,13 +217,12 @@ class OnlineSoftmax:
         """Merge in the attention `out` of the queries `rows` over keys that were not added yet, and
         the log-sum-exp `lse` of their scores.
         """
-        old = self._lse[:, :, rows]
-        merged = torch.logaddexp(old, lse)
-        # no key seen yet: both weights are exp(-inf), not exp(nan)
-        reference = merged.masked_fill(merged.isneginf(), torch.inf)
-        before, now = ((part - reference).exp().unsqueeze(-1) for part in (old, lse))
-        self._out[:, :, rows] = self._out[:, :, rows] * before + out * now
-        self._lse[:, :, rows] = merged
+        before = self._out[:, :, rows], self._lse[:, :, rows]
+        merged = torch.ops.autopar.merge_attention(*before, out, lse)
+        if rows == slice(0, self._lse.shape[2]):
+            self._out, self._lse = merged
+        else:
+            self._out[:, :, rows], self._lse[:, :, rows] = merged
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(attention in the queries' dtype, log-sum-exp of the scores), over all keys that were

@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel, not_split
-from autopar.models.rows import rows_first
+from autopar.models.rows import in_groups, rows_first
 from autopar.ops.dims import has_batch
 from autopar.ops.random import draws
 from autopar.ops.values import ops
@@ -134,9 +134,10 @@ class BatchSplitter:
             traced.row_dims,
             bool(traced.updates),
         )
+        self._together = traced.together
         self._draws = any(draws(node) for block in traced.classes for node in ops(block.graph))
         self.dtype = PRECISIONS[plan.precision]
-        self.positions = positions(program.whole_inputs.values())
+        self.positions = positions(program.whole_inputs.values(), traced.together)
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
         self.paddings = tuple(map(Padding.of, programs))
         self._values = [
@@ -172,7 +173,8 @@ class BatchSplitter:
                     raise AutoparError(
                         f"batch entry {name!r} {what}; its dim {dim} has a row for each sequence"
                     )
-                tensor = tensor.narrow(dim, *rows_of_rank(tensor.shape[dim], dp, index))
+                first, rows = rows_of_rank(tensor.shape[dim] // self._together, dp, index)
+                tensor = tensor.narrow(dim, first * self._together, rows * self._together)
             cut[name] = tensor
         return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
@@ -228,6 +230,8 @@ class BatchSplitter:
         AutoparError if its shapes, dtypes or index values do not fit the model.
         """
         given = rows_first(batch_tensors(batch), self._row_dims)
+        without = [name for name in given if not self._has_batch(name)]
+        given = in_groups(given, self._together, without)
         number, length = self._fitting(given)
         tensors = self._checked(self._filled_up(given, number), number)
         if self.indices:

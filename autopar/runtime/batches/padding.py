@@ -135,11 +135,13 @@ class Padding:
 
 def check_model(traced: TracedModel) -> None:
     """Raise AutoparError if padding must change a model's loss: forward changes buffers, or experts
-    have a capacity factor.
+    have a capacity factor. Also for rows that are read together.
     """
     calls = [Call(node) for block in traced.classes for node in ops(block.graph)]
     reason = ""
-    if traced.updates:
+    if traced.together > 1:
+        reason = f"forward reads {traced.together} consecutive rows together"
+    elif traced.updates:
         reason = f"forward changes buffers ({next(iter(traced.updates))}, ...), by statistics over all positions"
     elif any(
         op_name(call.node) == "autopar::routed_experts" and call.arg("capacity_factor")

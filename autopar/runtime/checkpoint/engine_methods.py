@@ -180,7 +180,7 @@ class Durable(CheckpointSource):
         """
         return DataParallelSampler(
             dataset,
-            self.plan.global_batch,
+            self.plan.global_batch * self.together,
             self.plan.mesh.dp,
             self.batches.data_rank,
             steps=lambda: self.steps,

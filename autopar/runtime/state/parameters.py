@@ -236,20 +236,34 @@ class Parameters:
             one.master.grad = grad
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the updated masters into the tensors that graphs read. Under ZeRO-1 and ZeRO-2,
-        all-gather the leaves; ZeRO-3 gathers them when segments run.
+    def rescale(self, name: str, factors: Tensor) -> None:
+        """Multiply a parameter or buffer, in place. `factors` has the shape of `whole(name)`. Every
+        rank that holds it must call it.
+        """
+        if name not in self.trained:
+            self.leaves[name].mul_(factors)
+            return
+        one = self.trained[name]
+        one.local.mul_(one.share.part(factors, self.holding.axes).to(one.local.device))
+        self.publish([name])
+
+    @torch.no_grad()
+    def publish(self, names: Collection[str] | None = None) -> None:
+        """Copy the updated masters into the tensors that graphs read, by default of all trained
+        parameters. Under ZeRO-1 and ZeRO-2, all-gather the leaves; ZeRO-3 gathers them when
+        segments run.
         """
         holding = self.holding
-        for name, one in self.trained.items():
+        updated = {name: self.trained[name] for name in (self.trained if names is None else names)}
+        for name, one in updated.items():
             if name in self.wholes:
                 one.own.copy_(self._part(name, holding.dtype))
             elif holding.half or holding.plan.offload == "optimizer":  # masters are copies
                 one.own.copy_(one.local)
         if holding.plan.zero in (1, 2):
-            cut = [name for name, one in self.trained.items() if one.share.cuts]
-            for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
-                for name, whole in zip(names, self._gather(names).wait(), strict=True):
+            cut = [name for name, one in updated.items() if one.share.cuts]
+            for bucket in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
+                for name, whole in zip(bucket, self._gather(bucket).wait(), strict=True):
                     copied(self.leaves[name], whole)
 
     def _part(self, name: str, dtype: torch.dtype) -> Tensor:

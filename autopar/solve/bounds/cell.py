@@ -81,6 +81,12 @@ class Cell:
         """
         return self.prices[1]
 
+    def forget_likely_price(self) -> None:
+        """Makes `likely_price` the first guess again, so that bounds do not depend on what was
+        bounded before.
+        """
+        self.__dict__.pop("likely_price", None)
+
     @cached_property
     def moment_bytes(self) -> int:
         """A lower bound on the bytes that one block keeps and needs for its backward, without

@@ -122,7 +122,7 @@ def driver_of(
     """A search over candidates that has not started; `run()` starts it. The arguments are those of
     `search`.
     """
-    members = _solved_together(candidates)
+    members = solved_together(candidates)
     entries = [
         Entry(candidates[first], tuple(candidates[n] for n in others)) for first, *others in members
     ]
@@ -146,6 +146,7 @@ def driver_of(
         capacity_bytes=capacity_bytes,
         cells=cell_numbers,
         kinds=kind_numbers,
+        names=tuple(cells),
     )
     sharing = Sharing(state=state, team=Team(progress), cells=cell_numbers)
     return Driver(
@@ -153,7 +154,7 @@ def driver_of(
     )
 
 
-def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
+def solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
     """Lists of candidate indices, one list for each group that is solved together. In a pipeline,
     joint candidates that differ only in `shard` or in a ZeRO stage above 0 form a group, since they
     differ little. All others are alone.
@@ -183,7 +184,8 @@ class UniformRefiner:
     """The `Refiner` for devices of one kind: opens, bounds and solves candidates.
 
     `cells` has the cell index of each entry (ops of one cell cost the same). `kinds` has its kind:
-    entries of one kind hold the same bytes of parameters. `known_cells` and `held` are caches.
+    entries of one kind hold the same bytes of parameters. `names` has the key of each cell.
+    `known_cells` and `held` are caches.
     """
 
     opening_share = 0.5
@@ -195,6 +197,7 @@ class UniformRefiner:
     capacity_bytes: int | None
     cells: Sequence[int]
     kinds: Sequence[int]
+    names: Sequence[Hashable]
     known_cells: dict[int, Cell] = field(default_factory=dict)  # by number
     # by kind, bytes: static of a segment by class, fixed
     held: dict[int, tuple[list[int], int]] = field(default_factory=dict)
@@ -202,6 +205,10 @@ class UniformRefiner:
     raised: int = 0  # bounds
     in_vain: int = 0  # candidates that were solved since the best one was found
     due: int = _TURNS  # after this many raised bounds, the next candidate is solved out of turn
+
+    def cells_by_name(self) -> dict[Hashable, Cell]:
+        """The cells that were made in this process, by their keys."""
+        return {self.names[number]: cell for number, cell in self.known_cells.items()}
 
     def open(self, number: int) -> None:
         """Makes the solver of entry `number` and finds its first lower bound. If stages or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -128,18 +129,7 @@ class Entry:
         """
         if self.staged is None:
             return self.found or self.candidate
-        schedule, candidate = (
-            self.staged.schedule,
-            (self.candidate, *self.others)[self.staged.variant],
-        )
-        name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
-        return replace(
-            candidate,
-            recompute=self.staged.recompute,
-            schedule=name,
-            stages_per_rank=count,
-            schedules=(),
-        )
+        return chosen_of((self.candidate, *self.others), self.staged)
 
     def outcomes(self) -> list[dict]:
         """One dict for the candidate and for each of the others solved with it, as in
@@ -165,3 +155,17 @@ class Entry:
                     )
                 )
         return found
+
+
+def chosen_of(candidates: Sequence[Candidate], staged: Staged) -> Candidate:
+    """Of candidates that are solved together, the one that `staged` is a plan of, with the plan's
+    schedule, stages per rank and recompute mode.
+    """
+    schedule = staged.schedule
+    return replace(
+        candidates[staged.variant],
+        recompute=staged.recompute,
+        schedule=schedule.name if schedule.ranks > 1 else "none",
+        stages_per_rank=schedule.stages_per_rank,
+        schedules=(),
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
+from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.integer_program.placement_solver import OPTIMALITY_GAP, Infeasible
 from autopar.solve.search.board import NOBODY
@@ -55,6 +56,9 @@ class Refiner(Protocol):
         """Takes one step with the open candidate `number`: raises its bound, solves it, or splits
         it. `at_once`: repeat until it is solved or cannot be the best; `MixedRefiner` ignores this.
         """
+
+    def cells_by_name(self) -> dict[Hashable, Cell]:
+        """The cells that were made in this process, by the keys of the search."""
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The candidate that needs least memory, with an `Infeasible` that says how much. None if
@@ -304,6 +308,11 @@ class Driver:
             for numbers, entry in zip(self.members, state.entries, strict=True)
         )
         ordered = sorted(chain.from_iterable(pairs), key=lambda pair: pair[0])
+        glances_s = {
+            number: float(glance_s)
+            for numbers, glance_s in zip(self.members, state.board.bound_s, strict=True)
+            for number in numbers
+        }
         return SearchResult(
             status=status,
             best=None if best is None or best.solution is None else (best.chosen(), best.solution),
@@ -314,6 +323,8 @@ class Driver:
             smallest=smallest,
             solve_time_s=state.elapsed_s,
             groups=groups,
+            cells=self.refiner.cells_by_name(),
+            glances_s=tuple(glances_s[number] for number in sorted(glances_s)),
         )
 
 

@@ -133,6 +133,10 @@ class MixedRefiner:
     raised: int = 0
     staged: int = 0
 
+    def cells_by_name(self) -> dict[Hashable, Cell]:
+        """None: nothing is restaged on devices of several kinds."""
+        return {}
+
     def open(self, number: int) -> None:
         """Makes the solver of candidate `number`, and bounds it by weights of its ranks
         (`weighted_ranks.py`).

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import INFINITE, Candidate
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 
@@ -42,17 +44,27 @@ class SearchResult:
     groups: tuple[
         AnnotatedModel, ...
     ] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
+    fastest: tuple[Candidate, Solution] | None = None  # if `best` is a simpler one (`simplest.py`)
+    simpler_left: int = 0  # simpler kinds of candidates without a plan, but also without a proof
+    glances_s: tuple[float, ...] = ()  # for each candidate, its first bound; infinite without one
+    cells: dict[Hashable, Cell] = field(default_factory=dict, repr=False, compare=False)
+    runners_up: tuple[dict, ...] = ()  # for `Certificate.runners_up`
+    unlimited_s: float | None = None  # time of the chosen layout with all memory of a device
+
+    @property
+    def fastest_s(self) -> float:
+        """Step seconds of the fastest plan that was found; infinite without one."""
+        known = self.fastest or self.best
+        return INFINITE if known is None else known[1].time_s
 
     @property
     def gap(self) -> float:
-        """(time - bound) / time of the best placement. 0 means proved optimal, up to
-        `OPTIMALITY_GAP`; 1 means that no placement was found.
+        """(time - bound) / time of the fastest plan. 0 means proved optimal, up to
+        `OPTIMALITY_GAP`; 1 means that no plan was found.
         """
-        return (
-            1.0
-            if self.best is None
-            else (self.best[1].time_s - self.bound_s) / max(self.best[1].time_s, 1e-300)
-        )
+        if self.best is None:
+            return 1.0
+        return (self.fastest_s - self.bound_s) / max(self.fastest_s, 1e-300)
 
 
 def outcome_data(

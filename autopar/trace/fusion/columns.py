@@ -56,6 +56,8 @@ def half_of(node: Node | None) -> Half | None:
     """Which half of another node's columns a node is. None if it is none, and for None."""
     if node is None:
         return None
+    if op_name(node) == "aten::select":
+        return _of_pairs(node)
     part = part_of(node)
     if part is not None:
         half, odd = divmod(_columns(part.of), 2)
@@ -67,6 +69,21 @@ def half_of(node: Node | None) -> Half | None:
         return None
     whole = cut.stop >= _columns(at(node)) - 1 + cut.start
     return Half(at(node), cut.start == 1, True) if whole else None
+
+
+def _of_pairs(node: Node) -> Half | None:
+    """The even or odd columns of a value that a node selects from its pairs of neighbours, (..., C)
+    reshaped to (..., C/2, 2). None if it selects anything else.
+    """
+    pairs, index = at(node), argument(node, "index")
+    rank = pairs.meta["val"].dim()
+    if op_name(pairs) != "aten::reshape" or argument(node, "dim") % rank != rank - 1:
+        return None
+    whole, paired = at(pairs), [*map(str, pairs.meta["val"].shape)]
+    rows = [*map(str, whole.meta["val"].shape[:-1])]
+    if paired != [*rows, str(_columns(whole) // 2), "2"] or not _columns(whole):
+        return None
+    return Half(whole, index % 2 == 1, True)
 
 
 def negated(node: Node) -> Node | None:

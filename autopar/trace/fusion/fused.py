@@ -22,10 +22,19 @@ from autopar.ir.traced import BlockClass, TracedModel, per_model
 from autopar.ops.values import output_nodes
 from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
+from autopar.trace.fusion.bias_activations import match_bias_activation
 from autopar.trace.fusion.gated import match_gated
 from autopar.trace.fusion.gated_norms import match_gated_norm, with_gate_first
 from autopar.trace.fusion.losses import match_loss
-from autopar.trace.fusion.matches import Match, Matcher, Miss, View, used_outside, viewed
+from autopar.trace.fusion.matches import (
+    Match,
+    Matcher,
+    Miss,
+    View,
+    used_outside,
+    viewed,
+    without_bias,
+)
 from autopar.trace.fusion.norms import match_norm, with_residual
 from autopar.trace.fusion.rotary import match_rotary
 from autopar.trace.fusion.softmaxes import match_softmax
@@ -34,7 +43,7 @@ from autopar.trace.fusion.validate import wrong
 _MATCHERS: dict[str, tuple[Matcher, ...]] = {
     "norms": (match_gated_norm, match_norm),
     "all": (
-        *(match_gated_norm, match_norm, match_gated),
+        *(match_gated_norm, match_norm, match_gated, match_bias_activation),
         *(match_rotary, match_softmax, match_loss),
     ),
 }
@@ -163,6 +172,7 @@ class _Rewriting:
         self._source = graph
         self._matches = {node: match for match in matches for node in match.results}
         self._dropped = {node for match in matches for node in match.interior}
+        self._apart = {match.apart for match in matches}
         self._graph = Graph()
         self._copies: dict[Node, Node] = {}
         self._views: dict[tuple[Node, View], Node] = {}
@@ -191,7 +201,10 @@ class _Rewriting:
             else:
                 for source in node.all_input_nodes:
                     self._copy(source)
-                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+                new = self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+                if node in self._apart:
+                    new.target, new.args = without_bias(new)
+                    new.meta["grad"] = any(arg.meta.get("grad") for arg in new.all_input_nodes)
         return self._copies[node]
 
     def _viewed(self, match: Match, name: str, node: Node) -> Node:

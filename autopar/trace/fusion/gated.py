@@ -19,7 +19,7 @@ from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, 
 from autopar.trace.fusion.matches import Match, Miss, interior_of
 
 _GLU = "autopar::glu"
-_ACTIVATIONS = {
+ACTIVATIONS = {
     ("silu", ()): "silu",
     ("gelu", ("none",)): "gelu",
     ("gelu", ("tanh",)): "gelu_tanh",
@@ -76,7 +76,7 @@ def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Ter
             inner = inner.of
         if exponent != 1.0 or not isinstance(inner, Function):
             continue
-        act = _ACTIVATIONS.get((inner.name, inner.attributes))
+        act = ACTIVATIONS.get((inner.name, inner.attributes))
         if act is not None:
             yield act, (factor,), inner.of[0]
         elif inner.name == "sigmoid" and factors.get(inner.of[0], 0.0) >= 1.0:

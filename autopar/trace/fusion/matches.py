@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
+from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Term
 
@@ -34,6 +36,7 @@ class Match:
         moved: a cast of the first operand and its views, which the op reads before the cast.
         copies: other nodes that compute an operand, which the subgraph reads.
         rounded: the dtype to which the first result is cast, None for its own.
+        apart: a product that adds the operand called bias, which the op adds in its place; or None.
     """
 
     op: Any
@@ -46,6 +49,7 @@ class Match:
     moved: tuple[Node, ...] = ()
     copies: dict[Node, Node] = field(default_factory=dict)
     rounded: Any = None
+    apart: Node | None = None
 
     @property
     def name(self) -> str:
@@ -126,6 +130,13 @@ def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> An
     for op, arguments in match.views.get(name, ()):
         tensor = call(op, tensor, *arguments)
     return tensor
+
+
+def without_bias(product: Node) -> tuple[Any, tuple[Any, ...]]:
+    """(op, arguments) of a call of linear or addmm without its bias."""
+    if op_name(product) == "aten::addmm":
+        return torch.ops.aten.mm.default, product.args[1:3]
+    return torch.ops.aten.linear.default, product.args[:2]
 
 
 def used_outside(match: Match) -> Node | None:

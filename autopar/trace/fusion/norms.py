@@ -122,6 +122,22 @@ def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
             found = _scaled(algebra, rounding.of, outside, rounding.dtype)
             if found is not None:
                 return found
+    return _root_rounded(algebra, term)
+
+
+def _root_rounded(algebra: Algebra, term: Product) -> _Core | None:
+    """The core of a product of x and a root mean square that was rounded by itself. The op rounds
+    their product instead, which is closer. None if there is none.
+    """
+    for root, exponent in term.factors:
+        if exponent != 1.0 or not isinstance(root, Cast) or root.of not in algebra.nodes:
+            continue
+        for x, power in term.factors:
+            wide = algebra.cast(x, dtype_of(algebra.nodes[root.of]))
+            product = algebra.product(((wide, 1.0), (root.of, 1.0)))
+            found = _scaled(algebra, product, algebra.quotient(term, x, root), root.dtype)
+            if power == 1.0 and isinstance(found, _Core):
+                return found
     return None
 
 

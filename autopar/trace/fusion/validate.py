@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.ir.calls import op_name
+from autopar.trace.fusion.algebra import at
 from autopar.trace.fusion.matches import Match, viewed
 
 _EXACT = 1e-12
@@ -77,6 +78,19 @@ def _small_shape(node: Node) -> list[int]:
     return [small(size) for size in shape[:-1]] + last
 
 
+def _small_pairs(node: Node) -> list[int] | None:
+    """The small shape of a value that is another one with its last dim cut into two, which stay
+    whole. None for any other value.
+    """
+    shape, whole = node.meta["val"].shape, at(node).meta["val"].shape
+    last = [*shape[-2:], *whole[-1:]]
+    if len(shape) != len(whole) + 1 or not all(isinstance(size, int) for size in last):
+        return None
+    if last[0] * last[1] != last[2]:
+        return None
+    return [small(size) for size in shape[:-2]] + last[:2]
+
+
 def small(size: Any) -> int:
     """The size that stands for `size` where a match is evaluated: at most `_ROWS`, and 2 for a
     symbolic size.
@@ -114,13 +128,16 @@ def _subgraph(
     `wide` unless that is None.
     """
     values: dict[Node, Any] = dict(given) | {n: given[of] for n, of in match.copies.items()}
+    if match.apart is not None:  # what the product gives with its bias
+        x, bias = (match.operands[name] for name in ("x", "bias"))
+        values[x] = given[x] + given[bias]
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if node in match.moved[1:]:  # a view, which changes no value
             values[node] = args[0]
             continue
         if op_name(node) in ("aten::reshape", "aten::expand"):
-            args = (args[0], _small_shape(node))
+            args = (args[0], _small_pairs(node) or _small_shape(node))
         if wide is not None:
             args, kwargs = _cast_to(wide, args), _cast_to(wide, kwargs)
             if op_name(node) == "aten::rms_norm":  # whose default follows the dtype

@@ -1,4 +1,4 @@
-"""Programs that autopar rewrote call the kernels: a llama, a gpt and a mixture of experts train a step over tp=2 in the interpreter."""
+"""Programs that autopar rewrote call the kernels: models train a step over two ranks in the interpreter."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.models import parse_model
 from autopar.models.gpt import GPT, GPTConfig
+from autopar.models.hf import HFSpec
 from autopar.runtime.ranks.launch import WorkerPool
 from autopar.verify.verify import free_network
 
@@ -25,17 +26,21 @@ LOSS = {
 }
 GATED = {"glu_forward_kernel", "glu_backward_kernel"}
 SOFTMAX = {"softmax_forward_kernel", "softmax_backward_kernel"}
+BIASED = {"bias_forward_kernel", "bias_backward_kernel"}
+GPT2 = "transformers' GPT-2, whose gelu is written with tanh"
 WRITTEN_OUT = "gpt with attention written out"
 SIZES = "layers=1,hidden=16,heads=2,vocab=64,seq=8"
 CALLED = {
     "llama:kv_heads=2,ffn=24": NORMS | LOSS | GATED | {"rotary_kernel"},
     "gpt:ffn=24": NORMS | LOSS,
     WRITTEN_OUT: NORMS | LOSS | SOFTMAX,
+    GPT2: NORMS | LOSS | BIASED,
     "moe:kv_heads=2,ffn=24,experts=4,top_k=2": NORMS
     | LOSS
     | {"rotary_kernel", "gather_sum_kernel", "gather_dot_kernel"},
 }
 """The kernels that the program of each model launches."""
+RING = "llama:kv_heads=2,ffn=24", {"cp": 2, "context_method": "ring"}
 ROWS, SEQ, VOCABULARY = 2, 4, 64
 
 
@@ -48,6 +53,11 @@ def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     if name == WRITTEN_OUT:
         config = GPTConfig(VOCABULARY, 16, 1, 2, max_seq=SEQ, fused_attention=False)
         return GPT(config), batch
+    if name == GPT2:
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = {"model_type": "gpt2", "n_positions": SEQ, **sizes, **dropout}
+        return HFSpec.from_dict(name, config).build("cpu", torch.float32), batch
     return parse_model(f"{name},{SIZES}").build("cpu", torch.float32), batch
 
 
@@ -55,10 +65,10 @@ def sgd(parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.5)
 
 
-def step_of(rank: int, name: str) -> tuple[float, dict[str, Tensor], Counter[str]]:
+def step_of(rank: int, name: str, pins: dict) -> tuple[float, dict[str, Tensor], Counter[str]]:
     """On one rank: the loss, the parameters after a step, and the launches of each kernel."""
     model, batch = model_of(name)
-    pins = {"tp": 2, "dp": 1, "fuse": "all"}
+    pins = {"dp": 1, "fuse": "all"} | pins
     engine = autopar.parallelize(
         copy.deepcopy(model), free_network(2), batch, optimizer=sgd, pin=pins, precision="fp32"
     )
@@ -67,8 +77,14 @@ def step_of(rank: int, name: str) -> tuple[float, dict[str, Tensor], Counter[str
     return loss, engine.full_state_dict(), Counter(LAUNCHES)
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_a_step_over_two_ranks(name):
+@pytest.mark.parametrize(
+    ("name", "pins", "called"),
+    [
+        *((name, {"tp": 2}, called) for name, called in CALLED.items()),
+        (*RING, CALLED[RING[0]] | {"merge_kernel"}),
+    ],
+)
+def test_a_step_over_two_ranks(name, pins, called):
     """fp32 against eager fp64: the loss, and every update relative to its size, to 1e-4."""
     model, batch = model_of(name)
     exact = copy.deepcopy(model).double()
@@ -77,11 +93,11 @@ def test_a_step_over_two_ranks(name):
     expected.backward()
     optimizer.step()
     with WorkerPool(2) as pool:
-        ranks = pool.run(step_of, name)
+        ranks = pool.run(step_of, name, pins)
     before = model.state_dict()
     for loss, after, launches in ranks:
         assert loss == pytest.approx(expected.item(), rel=1e-4)
-        assert set(launches) == CALLED[name] and min(launches.values()) > 0
+        assert set(launches) == called and min(launches.values()) > 0
         for key, wanted in exact.state_dict().items():
             update = wanted - before[key].double()
             error = (after[key].double() - wanted).norm()

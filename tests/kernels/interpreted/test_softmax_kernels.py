@@ -89,7 +89,7 @@ def unfused_merge(first, first_level, second, second_level, wide):
     return out, level.masked_fill(nothing, float("-inf"))
 
 
-@checks("merge_forward_kernel", "merge_backward_kernel")
+@checks("merge_kernel")
 @settings(max_examples=examples(3, 60))
 @given(
     st.sampled_from([(0,), (1,), (2, 3), (2, 2, 5)]), st.sampled_from([1, 7, 64, 100, 129]),
@@ -108,23 +108,18 @@ def test_merge(rows, columns, dtype, of_first, of_second):
         dtype,
         dtypes=wide,
         layouts=[of_first, "plain", of_second],
+        constant=range(4),
     ).check()
 
 
-@checks("merge_forward_kernel", "merge_backward_kernel")
+@checks("merge_kernel")
 def test_merge_of_rows_that_saw_no_key():
-    """-inf on one side takes the other as it is, even beside nan; on both sides zeros, -inf and no gradient."""
+    """-inf on one side takes the other as it is, even beside nan; on both sides zeros and -inf."""
     nothing = float("-inf")
     first, second = numbers(0, 4, 6).float(), numbers(1, 4, 6).float()
     first[1], second[2] = float("nan"), float("nan")
-    levels = [
-        torch.tensor([0.5, nothing, 1.0, nothing]),
-        torch.tensor([0.7, 2.0, nothing, nothing]),
-    ]
-    inputs = [t.requires_grad_() for t in (first, levels[0], second, levels[1])]
-    out, level = torch.ops.autopar.merge_attention(*inputs)
+    seen = torch.tensor([0.5, nothing, 1.0, nothing])
+    also = torch.tensor([0.7, 2.0, nothing, nothing])
+    out, level = torch.ops.autopar.merge_attention(first, seen, second, also)
     assert torch.equal(out[1], second[1]) and torch.equal(out[2], first[2])
     assert not out[3].any() and level[1:].tolist() == [2.0, 1.0, nothing]
-    (out[:3].sum() + level[:3].sum()).backward()
-    assert all(t.grad is not None and t.grad.isfinite().all() for t in inputs)
-    assert not any(t.grad[3].any() for t in inputs)

@@ -1,4 +1,4 @@
-"""Recognizes frameworks by words in the text of a run's framework."""
+"""Recognizes frameworks by words in the text of a run's or job's framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def runs_on(framework: str, *names: str) -> bool:
 
 
 FRAMEWORKS = ("nanotron", "torchtitan", "llm-foundry", "automodel", "nemo", "megascale", "deepspeed", "megatron-bridge",
-              "megatron-core", "megatron")  # fmt: skip
+              "megatron-core", "megatron", "axolotl", "llama-factory", "trl", "accelerate", "transformers", "autopar")  # fmt: skip
 """Names of frameworks, each before those that its text may contain besides."""
 
 
@@ -35,16 +35,14 @@ def is_nanotron(framework: str) -> bool:
     return runs_on(framework, "nanotron")
 
 
-def printed_scope(framework: str) -> str:
-    """What a framework prints as its memory, where a source does not say: nanotron prints the peaks
-    of torch's allocator (src/nanotron/helpers.py, create_table_log); '' if unknown.
-    """
-    return "reserved" if is_nanotron(framework) else ""
-
-
 def is_deepspeed(framework: str) -> bool:
     """Whether the framework is DeepSpeed, with its own layers or Megatron's."""
     return runs_on(framework, "deepspeed")
+
+
+def is_hugging_face(framework: str) -> bool:
+    """Whether the framework trains models of transformers, as they are written there."""
+    return runs_on(framework, "transformers", "accelerate", "trl", "axolotl", "llama-factory")
 
 
 def since(year: int | None, first: int) -> bool:

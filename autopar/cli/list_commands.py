@@ -1,0 +1,81 @@
+"""Commands that list what can be named: models, devices, clusters, and a cluster as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from autopar.cli import options
+from autopar.cli.terminal import show
+
+LIST_WIDTH = 200
+"""Width of the tables in columns if stdout is not a terminal."""
+
+
+def _listing(command: Callable) -> Callable:
+    """A decorator that adds the arguments of every command of this kind: words of names, and
+    --json.
+    """
+    return click.argument("words", nargs=-1, metavar="[WORD]...")(options.as_json(command))
+
+
+def _print(as_json: bool, data: Callable[[], Any], table: Callable[[], Any]) -> None:
+    if as_json:
+        click.echo(json.dumps(data(), indent=1))
+    else:
+        show(table(), LIST_WIDTH)
+
+
+@click.command(cls=options.Command)
+@_listing
+def models(words: tuple[str, ...], as_json: bool) -> None:
+    """List the models that can be named, with parameters, layers and source; only those whose
+    names have every WORD.
+    \u000c
+    `as_json`: prints JSON instead of a table.
+    """
+    from autopar.text.catalogues import models_data, models_table
+
+    _print(as_json, lambda: models_data(words), lambda: models_table(words))
+
+
+@click.command(cls=options.Command)
+@_listing
+def devices(words: tuple[str, ...], as_json: bool) -> None:
+    """List the devices of the catalogue, with figures and source; only those whose names have
+    every WORD.
+    \u000c
+    `as_json`: prints JSON instead of a table.
+    """
+    from autopar.text.catalogues import devices_data, devices_table
+
+    _print(as_json, lambda: devices_data(words), lambda: devices_table(words))
+
+
+@click.command(cls=options.Command)
+@_listing
+def clusters(words: tuple[str, ...], as_json: bool) -> None:
+    """List the nodes of the catalogue, instances of clouds among them, with links and sources; only
+    those whose names have every WORD.
+    \u000c
+    `as_json`: prints JSON instead of a table.
+    """
+    from autopar.text.catalogues import clusters_data, clusters_table
+
+    _print(as_json, lambda: clusters_data(words), lambda: clusters_table(words))
+
+
+@click.command(cls=options.Command)
+@click.argument("cluster")
+def cluster(cluster: str) -> None:
+    """Print CLUSTER as a file with comments, to be edited and then given as CLUSTER.
+    \u000c
+    `cluster` is a text such as 'dgx-h100:4', or the path of a cluster file.
+    """
+    from autopar.ir.cluster import ClusterSpec
+    from autopar.text.cluster_file import cluster_file
+
+    click.echo(cluster_file(ClusterSpec.parse(cluster)), nl=False)

@@ -1,0 +1,85 @@
+"""Options that draw a plan: a page, SVG files, and a trace of the simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from autopar.report.report import Report
+
+
+def picture_options(command: Callable) -> Callable:
+    """A decorator that adds the options of `Pictures`."""
+    path = click.Path(dir_okay=False)
+    for option in (
+        click.option(
+            "--ranks",
+            type=click.Choice(["stages", "all"]),
+            default="stages",
+            help="Of --trace: a process for each pipeline rank, or for each rank of the mesh.",
+        ),
+        click.option(
+            "--trace",
+            type=path,
+            metavar="trace.json.gz",
+            help="Write the simulated step as a Chrome trace, for Perfetto.",
+        ),
+        click.option(
+            "--svg",
+            type=click.Path(file_okay=False),
+            metavar="DIR",
+            help="Write the figures of the page to a folder.",
+        ),
+        click.option(
+            "--html",
+            type=path,
+            metavar="report.html",
+            help="Write the report as a page with figures.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """What is to be drawn: paths of a page, of a folder of SVG files and of a trace, or None; and
+    whether the trace has every rank.
+    """
+
+    html: str | None
+    svg: str | None
+    trace: str | None
+    every_rank: bool
+
+    @staticmethod
+    def taken_from(asked: dict[str, Any]) -> Pictures:
+        """The pictures that a command's arguments ask for, which are removed from `asked`."""
+        html, svg, trace, ranks = (asked.pop(name) for name in ("html", "svg", "trace", "ranks"))
+        if ranks == "all" and trace is None:
+            raise click.UsageError("--ranks all is for --trace: give the name of a trace too")
+        return Pictures(html, svg, trace, ranks == "all")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be drawn."""
+        return any(path is not None for path in (self.html, self.svg, self.trace))
+
+    def write(self, report: Report) -> None:
+        """Writes the pictures, and says so on stderr. Raises AutoparError if one cannot be
+        written.
+        """
+        said = []
+        if self.html is not None:
+            report.save(self.html)
+            said.append(self.html)
+        if self.svg is not None:
+            said += map(str, report.save_svgs(self.svg))
+        if self.trace is not None:
+            events = report.save_trace(self.trace, self.every_rank)
+            said.append(f"{self.trace} ({events:,} events)")
+        click.echo(f"Written: {', '.join(said)}", err=True)

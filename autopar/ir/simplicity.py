@@ -1,0 +1,68 @@
+"""How simple a plan is: the order in which plans within the tolerance of the fastest are preferred."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from autopar.ir.mesh import MeshShape
+
+ESTABLISHED = ("none", "1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+"""Pipeline schedules, the one that most frameworks run first."""
+
+FREE_SHARE = 0.2
+"""The fraction of a device's memory that a plan leaves free if it is not `crowded`."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Simplicity:
+    """A sort key of plans: the smaller, the simpler. Fields count in this order.
+
+    Attributes:
+        axes: mesh axes with several ranks; ZeRO within groups of ranks counts as one more.
+        virtual: whether pipeline ranks have several stages each.
+        mixed: whether layers recompute in different modes.
+        schedule: the place of the pipeline schedule in `ESTABLISHED`.
+        crowded: whether less than `FREE_SHARE` of a device's memory stays free.
+    """
+
+    axes: int
+    virtual: bool
+    mixed: bool
+    schedule: int
+    crowded: bool = False
+
+    @property
+    def as_data(self) -> dict[str, int | bool]:
+        """The fields by name, for JSON."""
+        return dict(
+            zip(("axes", "virtual", "mixed", "schedule", "crowded"), astuple(self), strict=True)
+        )
+
+    def __str__(self) -> str:
+        axes = f"{self.axes} {'axis' if self.axes == 1 else 'axes'}"
+        words = [axes if self.axes else "one device"]
+        words += ["several stages a rank"] if self.virtual else []
+        words += ["mixed recomputation"] if self.mixed else []
+        words += [ESTABLISHED[self.schedule]] if self.schedule else []
+        words += [f"less than {FREE_SHARE:.0%} of memory free".replace("%", " %")] * self.crowded
+        return ", ".join(words)
+
+
+def simplicity_of(
+    mesh: MeshShape,
+    shard: int,
+    stages_per_rank: int,
+    recompute: str,
+    schedule: str,
+    is_crowded: bool = False,
+) -> Simplicity:
+    """The simplicity of a plan with these choices. `shard` is the size of ZeRO's groups, 0 for all
+    ranks. `is_crowded` is `Simplicity.crowded`.
+    """
+    return Simplicity(
+        axes=sum(mesh.size(axis) > 1 for axis in ("dp", "tp", "cp", "pp", "ep")) + (shard > 0),
+        virtual=stages_per_rank > 1,
+        mixed=recompute == "mixed",
+        schedule=ESTABLISHED.index(schedule) if schedule in ESTABLISHED else len(ESTABLISHED),
+        crowded=is_crowded,
+    )

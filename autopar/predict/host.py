@@ -1,0 +1,78 @@
+"""The host: a micro-batch takes the longer of the device's time and of the host's, which issues its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.annotate.annotator import annotator_of
+from autopar.annotate.setting import Setting
+from autopar.ir.annotated import AnnotatedBlock
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+
+_EXPERTS = "routed_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTime:
+    """Seconds of one micro-batch in one segment, forward and backward: of the device, of the host,
+    and of the host for what waits for the device (`Software.waits_for_routing`).
+    """
+
+    device_s: float
+    host_s: float
+    waiting_s: float
+
+
+def waiting_s(plan: Plan, traced: TracedModel, setting: Setting) -> float:
+    """Seconds of a step in which the devices of a plan wait for the host, besides its predicted
+    time. `traced` is the model as it was planned; `setting` is that of the plan.
+
+    A pipeline rank's micro-batch takes the longer of both times, and the slowest rank sets the pace
+    of all micro-batches and of the bubble. Updates of parameters are not counted. 0.0 on CPUs.
+    """
+    if setting.cluster.device.generation == "cpu":
+        return 0.0
+    times = _segment_times(plan, traced, setting)
+    ranks = plan.mesh.pp
+    stages: Sequence[Sequence[str]] = plan.stages or (tuple(times),)
+    by_rank = [
+        [times[name] for stage in stages[rank::ranks] for name in stage] for rank in range(ranks)
+    ]
+    device_s = [sum(one.device_s for one in own) for own in by_rank]
+    paced_s = max(
+        max(alone_s + sum(one.waiting_s for one in own), sum(one.host_s for one in own))
+        for alone_s, own in zip(device_s, by_rank, strict=True)
+    )
+    chunks = max(len(stages) // ranks, 1)
+    turns = plan.num_microbatches + (ranks - 1) / chunks
+    return turns * max(paced_s - max(device_s), 0.0)
+
+
+def _segment_times(plan: Plan, traced: TracedModel, setting: Setting) -> dict[str, SegmentTime]:
+    """The time of each segment, by its name."""
+    model = annotator_of(traced).annotate(setting)
+    priced = [entry for entry in plan.certificate.ledger if entry["part"] == "block"]
+    found = {}
+    for block, own, entry in zip(plan.blocks, model.classes, priced, strict=True):
+        host_s, waiting = _host_s(own, setting)
+        time = SegmentTime(
+            entry["forward_s"] + entry["backward_s"], host_s, host_s if waiting else 0.0
+        )
+        found |= dict.fromkeys(block.segments, time)
+    return found
+
+
+def _host_s(block: AnnotatedBlock, setting: Setting) -> tuple[float, bool]:
+    """(seconds in which the host issues a micro-batch of a class, whether the device waits for them)."""
+    software, device = setting.software, setting.cluster.device
+    experts = [op for op in block.ops if _EXPERTS in op.target]
+    issued = [] if software.cuda_graphs == "all" else block.ops
+    if software.cuda_graphs == "but experts":
+        issued = experts
+    seconds = sum(
+        op.strategies[0].forward_dispatch_s + op.strategies[0].backward_dispatch_s for op in issued
+    )
+    scale = 1.0 if software.issue_s is None else software.issue_s / device.issue_s
+    return scale * seconds, bool(experts) and software.waits_for_routing

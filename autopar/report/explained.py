@@ -1,0 +1,126 @@
+"""Explains a plan: makes its report, with or without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.explaining.collective_counts import block_collectives
+from autopar.explaining.lints import lint
+from autopar.explaining.plan_report import BlockCounts
+from autopar.ir.cluster import Cluster
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.planning.model_facts import as_planned
+from autopar.report.block_graph import block_graph
+from autopar.report.report import Report
+from autopar.report.simulated_step import simulated_step
+from autopar.request.arguments import parsed_cluster
+from autopar.request.pins import Pins
+from autopar.request.plan_request import PlanRequest
+from autopar.request.software import Software
+from autopar.text.plan_words import named_cluster
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def explain(
+    plan: Plan,
+    counts: BlockCounts | None = None,
+    *,
+    model: nn.Module | None = None,
+    example_inputs: Any = None,
+    cluster: Cluster | str | None = None,
+    loss_fn: Callable | None = None,
+    traced: TracedModel | None = None,
+    pin: Mapping[str, Any] | None = None,
+    software: Software = Software(),  # noqa: B008 (frozen)
+) -> Report:
+    """The report on a plan. Printed, it is a text; a notebook shows it as a page.
+
+        report = autopar.explain(plan, model=model, example_inputs=batch)
+        report.save("report.html")
+
+    Args:
+        plan: the plan.
+        counts: the collectives of each block, as `explaining.collective_counts.block_collectives`
+            returns them. By default they are counted if the model is given.
+        model: the model that was planned. With it the page also has the timeline of a step, memory
+            over time, and a block as a graph.
+        example_inputs: as for `autopar.plan`; needed with `model`.
+        cluster: the plan's cluster, a `ClusterSpec` or a text. By default what the plan's cluster
+            name parses to.
+        loss_fn: as for `autopar.plan`.
+        traced: the result of `autopar.api.trace`, in the place of `model`.
+        pin: the pins that the plan was made under, if one of them is `context_method` or
+            `sequence_parallel`, which a plan does not record.
+        software: as for `autopar.plan`.
+
+    Raises:
+        AutoparError: the plan is for another model or cluster, or the cluster is not known and the
+            model is given.
+    """
+    at = parsed_cluster(cluster) if cluster is not None else named_cluster(plan)
+    if model is not None and traced is None:
+        traced = _traced(plan, model, example_inputs, loss_fn)
+    if traced is None:
+        findings = lint(plan, at) if at is not None else []
+        return Report(plan, at, findings=findings, counts=counts)
+    if at is None:
+        raise AutoparError(
+            f"the plan's cluster {plan.cluster_name!r} is not one that a name describes: give cluster=, such as the path of its file"
+        )
+    request = PlanRequest(
+        at,
+        plan.global_batch,
+        Pins.of(pin or {}),
+        precision=plan.precision,
+        runnable=False,
+        model_name=plan.model_name,
+        software=software,
+    )
+    return full_report(plan, traced, request, counts=counts)
+
+
+def full_report(
+    plan: Plan,
+    traced: TracedModel,
+    request: PlanRequest,
+    counts: BlockCounts | None = None,
+    command: str = "",
+) -> Report:
+    """The report on a plan with its timeline and the graph of a block. `request` is what the plan
+    was made for, as in `plan_costs`; `command` is the command line that makes it. Raises AutoparError
+    if the plan is for another model or cluster.
+    """
+    from autopar import api
+
+    planned = as_planned(traced, plan)
+    api.check_plan(plan, planned, request.cluster)
+    return Report(
+        plan,
+        request.cluster,
+        timeline=simulated_step(plan, traced, request),
+        findings=lint(plan, request.cluster, planned),
+        counts=counts if counts is not None else block_collectives(planned, plan),
+        graph=block_graph(plan, traced, request),
+        command=command,
+    )
+
+
+def _traced(
+    plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: Callable | None
+) -> TracedModel:
+    """The model traced as for `autopar.plan`; in the plan's precision if that is how the plan's
+    graph was captured.
+    """
+    from autopar import api
+    from autopar.runtime.state.precision import captured_in
+
+    inputs = example_inputs if example_inputs is not None else api.default_inputs(model)
+    found = api.trace(model, inputs, loss_fn)
+    if as_planned(found, plan).model_hash == plan.model_hash:
+        return found
+    return api.trace(model, inputs, loss_fn, captured_in(plan.precision, runnable=True))

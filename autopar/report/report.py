@@ -1,0 +1,188 @@
+"""The report on a plan. It prints as text and shows as HTML in a notebook. It is saved as a page, a
+folder of SVG files, or a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.explaining.lints import Finding
+from autopar.explaining.plan_report import BlockCounts, explain, plan_data
+from autopar.files import path_of, reason_of, write_text
+from autopar.ir.cluster import Cluster
+from autopar.ir.plan import Plan
+from autopar.report.assumptions import assumptions
+from autopar.report.block_graph import BlockGraph
+from autopar.report.chrome_trace import write_trace
+from autopar.report.cluster_figure import axis_places
+from autopar.report.numbers import Numbers
+from autopar.report.page import render
+from autopar.report.sections import PlanPage
+from autopar.report.svg import Svg
+from autopar.report.timeline import Timeline
+from autopar.report.waterfall import waterfall
+from autopar.text.device_words import groups_by_rank
+from autopar.text.measured import evidence
+from autopar.text.plan_words import dollars_per_million_tokens
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan is, why, and where its time and memory go.
+
+    `print(report)` gives the text of `autopar explain`; a notebook shows the page.
+
+    Attributes:
+        plan: the plan.
+        cluster: its cluster. None if its name parses to none; the page then lacks what needs one.
+        timeline: its simulated step. None if it was made without the model; the page then has
+            neither timeline nor memory over time.
+        findings: the lints to show.
+        counts: the collectives of each block, as for `plan_table`.
+        graph: the graph of its most frequent block, or None.
+        command: the command line that makes such a plan, or ''.
+    """
+
+    plan: Plan
+    cluster: Cluster | None = None
+    timeline: Timeline | None = None
+    findings: Sequence[Finding] = ()
+    counts: BlockCounts | None = None
+    graph: BlockGraph | None = None
+    command: str = ""
+
+    def __str__(self) -> str:
+        return explain(self.plan, self.counts)
+
+    def __contains__(self, text: str) -> bool:
+        return text in str(self)
+
+    def _repr_html_(self) -> str:
+        """The page as notebooks show it, in a frame of its own."""
+        from html import escape
+
+        return (
+            f'<iframe srcdoc="{escape(self.html())}" style="width:100%;height:85vh;border:0"'
+            f' title="{escape(self._title)}"></iframe>'
+        )
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.model_name} on {self.plan.cluster_name}"
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """All numbers of the page: the plan as `--json` has it, with `lints`, and `report` for what
+        the page derives.
+        """
+        lints = [asdict(finding) for finding in self.findings]
+        return plan_data(self.plan) | {"lints": lints, "report": derived(self)}
+
+    @cached_property
+    def _page(self) -> PlanPage:
+        return PlanPage(
+            self.plan, self.cluster, self.timeline, self.graph, self.command, Numbers(self.data)
+        )
+
+    def html(self) -> str:
+        """The page: one HTML text that needs nothing else."""
+        return render(self._title, self._page.sections(), self._page.foot())
+
+    def svgs(self) -> list[Svg]:
+        """The figures of the page."""
+        return [section.figure for section in self._page.sections() if section.figure is not None]
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to `path`; its name ends in .html. Raises AutoparError if that fails."""
+        if path_of(path, "report").suffix.lower() not in (".html", ".htm"):
+            raise AutoparError(f"the report {path} is a page: give it a name that ends in .html")
+        write_text(path, self.html(), "report")
+
+    def save_svgs(self, directory: str | Path) -> list[Path]:
+        """Write each figure to a file of the folder `directory`, which is made if it is missing.
+        Returns the paths. Raises AutoparError if that fails.
+        """
+        folder, found = path_of(directory, "folder"), []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AutoparError(f"cannot make the folder {folder}: {reason_of(error)}") from None
+        for figure in self.svgs():
+            found.append(folder / f"{figure.name}.svg")
+            write_text(found[-1], figure.standalone(), "figure")
+        return found
+
+    def save_trace(self, path: str | Path, every_rank: bool = False) -> int:
+        """Write the simulated step as a Chrome trace, compressed if the name ends in .gz, with a
+        process for each pipeline rank or for `every_rank`. Returns the number of events.
+
+        Raises AutoparError if the report has no timeline or the trace cannot be written.
+        """
+        if self.timeline is None:
+            raise AutoparError(
+                "a trace needs the model: give it to autopar.explain, or run explain MODEL CLUSTER --trace"
+            )
+        return write_trace(path, self.timeline, self.plan, every_rank)
+
+
+def derived(report: Report) -> dict[str, Any]:
+    """The numbers of a page that are not in the plan, as plain data in SI units."""
+    plan, cluster, timeline = report.plan, report.cluster, report.timeline
+    found: dict[str, Any] = {
+        "devices": plan.mesh.num_devices,
+        "waterfall": [
+            {
+                "part": bar.part,
+                "seconds": bar.seconds,
+                "share": bar.seconds / plan.predicted.step_time_s,
+            }
+            for bar in waterfall(plan, timeline)
+        ],
+    }
+    if cluster is not None:
+        places = axis_places(plan, cluster)
+        found["axes"] = [asdict(place) for place in places]
+        limits = [group.device.memory_bytes for group in groups_by_rank(plan, cluster)]
+        peaks = plan.predicted.peak_memory_bytes
+        rank = max(range(len(peaks)), key=lambda r: peaks[r] / limits[r])
+        found |= {"fullest_rank": rank, "limit_bytes": limits[rank]}
+        found["full_share"] = peaks[rank] / limits[rank]
+        found["dollars"] = dollars_per_million_tokens(plan, cluster)
+        if known := evidence(plan, cluster.groups[0].device.name):
+            found["accuracy"] = asdict(known)
+        found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
+    if timeline is not None:
+        found |= _of_timeline(timeline)
+    return found
+
+
+def _of_timeline(timeline: Timeline) -> Mapping[str, Any]:
+    ranks = []
+    for rank, memory in enumerate(timeline.memory):
+        seconds = timeline.seconds_by_kind(rank)
+        peak = memory.peak
+        ranks.append(
+            {
+                "seconds": seconds,
+                "idle_share": seconds.get("idle", 0.0) / timeline.step_s,
+                "peak_bytes": memory.peak_bytes,
+                "predicted_bytes": memory.predicted_bytes,
+                "limit_bytes": memory.limit_bytes,
+                "peak_share": memory.peak_bytes / memory.limit_bytes,
+                "peak_time_s": peak.time_s,
+                "parts": asdict(memory.static)
+                | {"kept": peak.kept_bytes, "transient": peak.transient_bytes},
+            }
+        )
+    return {
+        "step_time_s": timeline.step_s,
+        "difference": timeline.step_s / timeline.predicted_s - 1,
+        "busiest_rank": timeline.busiest,
+        "folded_actions": timeline.folded,
+        "ranks": ranks,
+    }

@@ -1,0 +1,173 @@
+"""Compares a predicted trace with a measured one, range by range.
+
+Ranges are those that `engine.profile` names. Ranges that differ only in the numbers of a segment or
+micro-batch are one row. The order compares the names of all ranges, as they begin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES
+from autopar.text.tables import grid
+from autopar.text.units import ms
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_AXES = "|".join((*AXES, "copies"))
+_NAMED = re.compile(
+    rf"step \d+|pipeline|update|micro-batch \d+ (forward|backward)"
+    rf"|stage \d+ (forward|backward|weight gradients) of micro-batch \d+"
+    rf"|[\w.]+ (forward|backward)|\w+ over ({_AXES})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Ranges of one name: seconds of a step and how many, predicted and measured."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+    predicted: int
+    measured: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDiff:
+    """Two traces side by side. `rows` are in the order in which names begin. `parts_at` says where
+    the order of names first differs: (position, predicted name, measured name), with '' at an end.
+    It is None if all agree. `ranges` counts the predicted ranges, `process` names their process.
+    """
+
+    process: str
+    rows: tuple[Row, ...]
+    ranges: int
+    parts_at: tuple[int, str, str] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison as plain data for JSON."""
+        return {
+            "process": self.process,
+            "same_order": self.parts_at is None,
+            "parts_at": self.parts_at,
+            "ranges": self.ranges,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def table(self) -> Group:
+        """The comparison as a rich renderable."""
+        from rich.console import Group
+        from rich.text import Text
+
+        rows = [
+            (
+                row.name,
+                f"{row.predicted}"
+                if row.predicted == row.measured
+                else f"{row.predicted} / {row.measured}",
+                ms(row.predicted_s),
+                ms(row.measured_s),
+                f"{row.measured_s / row.predicted_s:.2f} x" if row.predicted_s else "",
+            )
+            for row in self.rows
+        ]
+        columns = ("range", "number", "predicted", "measured", "measured / predicted")
+        table = grid(f"A step of {self.process}", columns, rows, right=(1, 2, 3, 4))
+        if self.parts_at is None:
+            words = f"All {self.ranges:,} ranges have the same names in the same order.\n"
+        else:
+            place, predicted, measured = self.parts_at
+            words = (
+                f"The order differs from range {place + 1} on: predicted is {predicted or 'the end'},"
+                f" measured is {measured or 'the end'}.\n"
+            )
+        return Group(table, Text(words))
+
+
+def trace_diff(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> TraceDiff:
+    """Compare two traces, as read by `read_trace`. Of the predicted one, the process whose ranges
+    are most like the measured ones is taken; of the measured one, its first whole step.
+
+    Raises AutoparError if one of them has no step.
+    """
+    theirs = _first_step(_ranges(measured["traceEvents"]), "the measured trace")
+    names = Counter(name for name, _ in theirs)
+    processes: dict[Any, list[Mapping[str, Any]]] = {}
+    for event in predicted["traceEvents"]:
+        processes.setdefault(event.get("pid"), []).append(event)
+    found = {pid: _ranges(of) for pid, of in processes.items()}
+    if not any(found.values()):
+        raise AutoparError("the predicted trace has no ranges; write one with explain --trace")
+    pid = max(found, key=lambda p: (names & Counter(n for n, _ in found[p])).total())
+    ours = _first_step(found[pid], "the predicted trace")
+    labels = [e["args"]["name"] for e in processes[pid] if e.get("name") == "process_name"]
+    return TraceDiff(
+        process=labels[0] if labels else str(pid),
+        rows=tuple(_rows(ours, theirs)),
+        ranges=len(ours),
+        parts_at=_first_difference([n for n, _ in ours], [n for n, _ in theirs]),
+    )
+
+
+_Range = tuple[str, tuple[float, float]]
+
+
+def _ranges(events: Sequence[Mapping[str, Any]]) -> list[_Range]:
+    """(name, (start, end) in seconds) of the named ranges, in the order in which they begin."""
+    slices = [
+        event
+        for event in events
+        if event.get("ph") == "X"
+        and event.get("cat") == "user_annotation"
+        and _NAMED.fullmatch(str(event.get("name")))
+    ]
+    slices.sort(key=lambda event: (event["ts"], -event["dur"]))
+    return [
+        (event["name"], (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)) for event in slices
+    ]
+
+
+def _first_step(ranges: Sequence[_Range], what: str) -> list[_Range]:
+    """The ranges inside the first step, the step included, which is called 'step'."""
+    steps = [of for of in ranges if of[0].startswith("step ")]
+    if not steps:
+        raise AutoparError(f"{what} has no range of a step; run engine.step inside engine.profile")
+    start, end = steps[0][1]
+    inside = [(n, of) for n, of in ranges if start <= of[0] < end and not n.startswith("step ")]
+    return [("step", steps[0][1]), *inside]
+
+
+def _rows(ours: Sequence[_Range], theirs: Sequence[_Range]) -> list[Row]:
+    seconds: dict[str, list[float]] = {}
+    counts: dict[str, list[int]] = {}
+    for place, ranges in enumerate((ours, theirs)):
+        for name, (start, end) in ranges:
+            key = _generic(name)
+            seconds.setdefault(key, [0.0, 0.0])[place] += end - start
+            counts.setdefault(key, [0, 0])[place] += 1
+    return [
+        Row(name, predicted_s, measured_s, counts[name][0], counts[name][1])
+        for name, (predicted_s, measured_s) in seconds.items()
+    ]
+
+
+def _generic(name: str) -> str:
+    """The name without the numbers of micro-batches and of segments."""
+    name = re.sub(r"^micro-batch \d+ ", "micro-batches ", name)
+    name = re.sub(r"of micro-batch \d+$", "of micro-batches", name)
+    return re.sub(r"\.\d+", ".*", name)
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[int, str, str] | None:
+    for place in range(max(len(ours), len(theirs))):
+        a, b = (names[place] if place < len(names) else "" for names in (ours, theirs))
+        if a != b:
+            return place, a, b
+    return None

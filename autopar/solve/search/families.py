@@ -1,0 +1,154 @@
+"""The best plan of each family of layouts that a practitioner would name, staged and priced.
+
+A family is a set of candidates, such as all pipelines with tensor parallelism. Its candidates are
+ordered by the first bound of the search, which knows no memory. The first `SKETCHED` whose
+parameters fit are sketched with memory, and the `STAGED` most promising ones are solved. These
+counts limit the work, not the time, so that equal requests give equal runners-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from math import inf
+from typing import Any
+
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.integer_program.placement_solver import Solution
+from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
+from autopar.solve.search.result import SearchResult
+from autopar.solve.search.simplest import fastest
+
+SKETCHED, STAGED = 12, 2
+"""Numbers of candidates of a family that are sketched, and that are solved."""
+
+FAMILIES = (
+    "data parallel (DDP, ZeRO-1, ZeRO-2)",
+    "FSDP (ZeRO-3)",
+    "TP",
+    "PP",
+    "TP + PP",
+    "CP",
+    "EP",
+    "EP + PP",
+)
+"""Families by name, in the order of a table. Each has data parallelism besides. CP, EP and EP + PP
+may have TP too, and CP may have PP.
+"""
+
+
+def family_of(candidate: Candidate) -> str:
+    """The family of a candidate, one of `FAMILIES`."""
+    mesh = candidate.mesh
+    if mesh.ep > 1:
+        return "EP + PP" if mesh.pp > 1 else "EP"
+    if mesh.cp > 1:
+        return "CP"
+    if mesh.pp > 1:
+        return "TP + PP" if mesh.tp > 1 else "PP"
+    if mesh.tp > 1:
+        return "TP"
+    return FAMILIES[1] if candidate.zero == 3 else FAMILIES[0]
+
+
+def runners_up(
+    groups: Sequence[Sequence[int]],
+    candidates: Sequence[Candidate],
+    searched: SearchResult,
+    restager: Restager,
+) -> tuple[dict[str, Any], ...]:
+    """For each family of `candidates` but that of the chosen plan, a dict with its best plan that
+    was found, the fastest family first; families without a plan come last. If the search found a
+    faster plan than the chosen one, that is the best of its family.
+
+    `groups` are indices of candidates that are solved together, `searched` is the result of their
+    search. Keys are those of `runner_up_data`.
+    """
+    if searched.best is None:
+        return ()
+    chosen, first, glances_s = searched.best[0], searched.fastest, searched.glances_s
+    of_family: dict[str, list[tuple[float, int]]] = {}
+    for number, group in enumerate(groups):
+        family = family_of(candidates[group[0]])
+        of_family.setdefault(family, []).append((glances_s[group[0]], number))
+    found = []
+    for family in FAMILIES:
+        if family in of_family and family != family_of(chosen):
+            turns = sorted(of_family[family])
+            parts = [parts_of([candidates[n] for n in groups[number]]) for _, number in turns]
+            if first is not None and family == family_of(first[0]):
+                found.append(runner_up_data(family, first, 1, len(parts)))
+                continue
+            best, solved = _best_of(restager, parts)
+            plan = best and (best.candidate, best.staged.solution)
+            found.append(runner_up_data(family, plan, solved, len(parts)))
+    return tuple(sorted(found, key=lambda data: inf if data["time_s"] is None else data["time_s"]))
+
+
+def same_layout_s(restager: Restager, chosen: Candidate) -> float | None:
+    """Step seconds of the fastest plan found with the mesh, micro-batch, ZeRO stage and schedule of
+    `chosen`, in the restager's memory and any recompute modes; None if there is none.
+    """
+    best, _ = fastest(restager, [parts_of([chosen])], inf)
+    return best and best.time_s
+
+
+def _best_of(restager: Restager, parts: Sequence[Part]) -> tuple[Restaged | None, int]:
+    """(the fastest plan that was found in the most promising of `parts`, or None; how many were
+    solved).
+    """
+    promising = sorted(_promising(restager, parts))[:STAGED]
+    best, _ = fastest(restager, [parts[number] for _, number in promising], inf)
+    return best, len(promising)
+
+
+def _promising(restager: Restager, parts: Sequence[Part]) -> Iterator[tuple[float, int]]:
+    """(estimated seconds, index) of the first parts whose parameters fit, at most `SKETCHED`. If a
+    micro-batch does not fit, larger ones of parts that hold the same are left out.
+    """
+    kinds = [tuple(candidate.holds for candidate in part.group) for part in parts]
+    sizes = [part.group[0].micro_batch for part in parts]
+    smallest: dict[Hashable, int] = {}
+    for number, kind in enumerate(kinds):
+        if kind not in smallest or sizes[number] < sizes[smallest[kind]]:
+            smallest[kind] = number
+    too_much: dict[Hashable, float] = {}
+    fitting = 0
+    for number, kind in enumerate(kinds):
+        if kind not in too_much:
+            too_much[kind] = 0 if restager.likely_s(parts[smallest[kind]]) == inf else inf
+        if sizes[number] >= too_much[kind]:
+            continue
+        likely_s = restager.likely_s(parts[number])
+        if likely_s == inf:
+            too_much[kind] = min(too_much[kind], sizes[number])
+            continue
+        fitting += 1
+        yield likely_s, number
+        if fitting == SKETCHED:
+            return
+
+
+def runner_up_data(
+    family: str, best: tuple[Candidate, Solution] | None, solved: int, candidates: int
+) -> dict[str, Any]:
+    """A runner-up as a dict for JSON: the family, the number of its `candidates` and of those that
+    were `solved`, and choices, `time_s`, `memory_bytes` and `breakdown` of its best plan. These are
+    None if no plan was found.
+    """
+    c, solution = best or (None, None)
+    return {
+        "family": family,
+        "candidates": candidates,
+        "solved": solved,
+        "mesh": c and c.mesh.as_dict(),
+        "micro_batch": c and c.micro_batch,
+        "num_microbatches": c and c.num_microbatches,
+        "zero": c and c.zero,
+        "shard": c and c.shard,
+        "recompute": c and c.recompute,
+        "schedule": c and c.schedule,
+        "stages_per_rank": c and c.stages_per_rank,
+        "time_s": solution and solution.time_s,
+        "memory_bytes": solution and solution.memory_bytes,
+        "breakdown": solution and dict(solution.breakdown),
+    }

@@ -1,0 +1,209 @@
+"""The simplest plan within a tolerance of the fastest.
+
+Plans fall into classes of equal simplicity (`ir/simplicity.py`). Beginning with the simplest class,
+every candidate whose lower bound is within the tolerance is bounded again, with only the plans of
+the class, and solved. The first class with a plan has the answer: its fastest plan, or its fastest
+one that leaves memory free. Classes after that are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+from autopar.ir.simplicity import FREE_SHARE, Simplicity, simplicity_of
+from autopar.solve.costs.candidate import MIXED, Candidate
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
+from autopar.solve.search.result import SearchResult, outcome_data
+
+_AS_FAST = 1e-3
+"""A plan that is as simple as the fastest replaces it if it takes at most this fraction longer. It
+makes equal requests give equal plans where several processes find equally fast ones.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Plans with one `simplicity` (`crowded` aside): a `part` of the candidates at `place` in the
+    search. `bound_s` is a lower bound on all plans of these candidates. `whole` has their plans in
+    any recompute modes.
+    """
+
+    simplicity: Simplicity
+    place: int
+    bound_s: float
+    part: Part
+    whole: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Chooses the simplest plan within the fraction `tolerance` of the fastest. `memory_bytes` is
+    the whole memory of a device (None: unlimited), of which the restager may take a part.
+    """
+
+    restager: Restager
+    tolerance: float
+    memory_bytes: int | None
+
+    def chosen(
+        self,
+        found: SearchResult,
+        groups: Sequence[Sequence[int]],
+        candidates: Sequence[Candidate],
+    ) -> SearchResult:
+        """The result of a search with the simplest plan in the place of the fastest. Unchanged if
+        there is no plan. `groups` are indices of `candidates` that are solved together.
+        """
+        if found.best is None or self.tolerance <= 0:
+            return found
+        (candidate, solution), left = found.best, 0
+        own = _simplicity(candidate, self._is_crowded(solution.memory_bytes))
+        limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
+        offers = [
+            offer
+            for place, group in enumerate(groups)
+            for offer in _offers(place, [candidates[n] for n in group], _least_s(found, group))
+            if offer.simplicity <= bare and offer.bound_s <= limit_s
+        ]
+        offers.sort(key=lambda offer: (offer.simplicity, offer.place))
+        bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
+        for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
+            open_ = [offer for offer in alike if self._bound_s(offer, limit_s, bounds_s) < limit_s]
+            share = _AS_FAST if simplicity == bare else self.tolerance
+            within_s = (1 + share) * solution.time_s
+            parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
+            best, unsettled = fastest(self.restager, parts, within_s)
+            if best is None:
+                left += unsettled if simplicity < bare else 0
+                continue
+            if self._is_crowded(best.memory_bytes):
+                best = self._roomier([offer.part for offer in open_], limit_s) or best
+            return _with(found, candidates, best, left)
+        return replace(found, simpler_left=left)
+
+    def _bound_s(
+        self,
+        offer: Offer,
+        limit_s: float,
+        known: dict[tuple[int, tuple[Schedule, ...]], float],
+    ) -> float:
+        """A lower bound in seconds on the plans of an offer in any recompute modes, raised up to
+        `limit_s`. `known` is a cache, since several offers differ only in these modes.
+        """
+        key = offer.place, offer.whole.schedules
+        if key not in known:
+            known[key], _ = self.restager.solver(offer.whole).raise_bounds(limit_s)
+        return known[key]
+
+    def _is_crowded(self, peak_bytes: int) -> bool:
+        whole = self.memory_bytes
+        return whole is not None and peak_bytes > (1 - FREE_SHARE) * whole
+
+    def _roomier(self, parts: Sequence[Part], limit_s: float) -> Restaged | None:
+        """The fastest plan of `parts` that is not crowded and takes less than `limit_s`, if one was
+        found.
+        """
+        if self.memory_bytes is None:
+            return None
+        room = int((1 - FREE_SHARE) * self.memory_bytes)
+        best, _ = fastest(replace(self.restager, capacity_bytes=room), parts, limit_s)
+        return best
+
+
+def fastest(
+    restager: Restager, parts: Sequence[Part], upper_bound_s: float
+) -> tuple[Restaged | None, int]:
+    """(the fastest plan found in `parts` that takes less than `upper_bound_s`, or None; the number
+    of parts without a plan whose bound does not rule one out). Lower bounds come first.
+    """
+    waiting = []
+    for number, part in enumerate(parts):
+        solver = restager.solver(part)
+        bound_s, _ = solver.raise_bounds(upper_bound_s)
+        if bound_s < upper_bound_s:
+            waiting.append((bound_s, number, solver))
+    best, unsettled = None, 0
+    for bound_s, number, solver in sorted(waiting, key=lambda turn: turn[:2]):
+        if bound_s >= upper_bound_s:
+            break
+        found, bound_s = restager.solved(parts[number], solver, upper_bound_s)
+        unsettled += found is None and bound_s < upper_bound_s
+        if found is not None:
+            best, upper_bound_s = found, found.time_s
+    return best, unsettled
+
+
+def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[Offer]:
+    """The plans of candidates that are solved together, by simplicity: with one recompute mode in
+    all layers or with several, under each kind of schedule.
+    """
+    whole, first = parts_of(group), group[0]
+
+    def simplicity(mode: str, schedule: Schedule) -> Simplicity:
+        name = schedule.name if schedule.ranks > 1 else "none"
+        return simplicity_of(first.mesh, first.shard, schedule.stages_per_rank, mode, name)
+
+    kind = partial(simplicity, "none")
+    for _, alike in groupby(sorted(whole.schedules, key=kind), key=kind):
+        schedules = tuple(alike)
+        several = [("mixed", whole.modes)] if len(whole.modes) > 1 else []
+        for name, modes in [*((mode, (mode,)) for mode in whole.modes), *several]:
+            part = Part(whole.group, modes, schedules)
+            all_modes = Part(whole.group, whole.modes, schedules)
+            yield Offer(simplicity(name, schedules[0]), place, bound_s, part, all_modes)
+
+
+def _simplicity(candidate: Candidate, is_crowded: bool) -> Simplicity:
+    return simplicity_of(
+        candidate.mesh,
+        candidate.shard,
+        candidate.stages_per_rank,
+        candidate.recompute,
+        candidate.schedule,
+        is_crowded,
+    )
+
+
+def _least_s(found: SearchResult, group: Sequence[int]) -> float:
+    """The lower bound in seconds that the search has for candidates that are solved together."""
+    bounds = [found.outcomes[number]["bound_s"] for number in group]
+    return min((bound for bound in bounds if bound is not None), default=float("inf"))
+
+
+def _with(
+    found: SearchResult, candidates: Sequence[Candidate], best: Restaged, left: int
+) -> SearchResult:
+    """The result with `best` as its plan. The fastest plan becomes one that was solved."""
+    if found.best is None:
+        raise ValueError("a search without a plan has no simpler one")
+    outcomes = list(found.outcomes)
+    for number, known in enumerate(outcomes):
+        if known["outcome"] == "chosen":
+            outcomes[number] = known | {"outcome": "solved"}
+    (model,) = best.staged.models
+    for number, candidate in enumerate(candidates):
+        if _is_of(best.candidate, candidate):
+            bound_s = outcomes[number]["bound_s"] or 0.0
+            outcomes[number] = outcome_data(
+                best.candidate, best.staged.solution, "chosen", bound_s, "the simplest"
+            )
+    return replace(
+        found,
+        best=(best.candidate, best.staged.solution),
+        model=model.model,
+        origin=model.origin,
+        groups=(),
+        outcomes=tuple(outcomes),
+        fastest=found.best,
+        simpler_left=left,
+    )
+
+
+def _is_of(chosen: Candidate, candidate: Candidate) -> bool:
+    """Whether a candidate with its choices is one of the plans of `candidate`."""
+    same = (chosen.parameters, chosen.micro_batch) == (candidate.parameters, candidate.micro_batch)
+    return same and candidate.recompute in (MIXED, chosen.recompute)

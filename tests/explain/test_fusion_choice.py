@@ -1,0 +1,56 @@
+"""With fuse=auto the planner compares the plans of all modes, by the slower of devices and host, and says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.explain_tasks import Task, task, words_of
+
+from autopar.explaining.fusion_report import fusion_table
+from autopar.explaining.lints import lint
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.fusion import FUSE_MODES
+from autopar.ir.plan import Plan
+
+MODEL = "llama:layers=2,hidden=512,heads=4,vocab=1024,seq=256"
+
+
+def with_host(dispatch_s: float) -> Task:
+    """A small model on a device whose host issues an operation in `dispatch_s`."""
+    t = task(MODEL, "h200:2", 16, 256)
+    assert isinstance(t.cluster, ClusterSpec)
+    device = replace(t.cluster.device, dispatch_s=dispatch_s)
+    return replace(t, cluster=replace(t.cluster, device=device))
+
+
+@pytest.mark.parametrize(("dispatch_s", "mode"), [(24e-6, "off"), (1e-9, "all")])
+def test_the_planner_chooses_what_to_fuse(dispatch_s, mode):
+    plan = with_host(dispatch_s).plan({"fuse": "auto", "tp": 1, "pp": 1})
+    weighed = {entry.mode: entry for entry in plan.fusion.weighed}
+    assert tuple(weighed) == FUSE_MODES and plan.fusion.mode == mode
+    assert min(weighed.values(), key=lambda entry: entry.bound_s).mode == mode
+    assert weighed["all"].step_s < weighed["norms"].step_s < weighed["off"].step_s
+    assert weighed["all"].host_s > weighed["norms"].host_s
+    assert plan.predicted.step_time_s == weighed[mode].step_s
+    text = words_of(fusion_table(plan.fusion))
+    assert "Compared" in text and ("Nothing is fused" in text) is (mode == "off")
+    assert Plan.from_json(plan.to_json()).fusion == plan.fusion
+
+
+def test_each_mode_is_the_plan_that_its_pin_gives():
+    t = with_host(24e-6)
+    chosen = t.plan({"fuse": "auto", "tp": 1, "pp": 1})
+    for entry in chosen.fusion.weighed:
+        alone = t.plan({"fuse": entry.mode, "tp": 1, "pp": 1})
+        assert alone.predicted.step_time_s == entry.step_s and not alone.fusion.weighed
+
+
+def test_the_hosts_time_is_that_of_the_lint():
+    """Where the host is slower than the devices, the lint names the same time."""
+    t = with_host(24e-6)
+    pins = {"tp": 1, "pp": 1, "dp": 2, "micro_batch": 1, "recompute": "none"}
+    plan = t.plan(pins | {"fuse": "auto"})
+    (finding,) = (f for f in lint(plan, t.cluster, t.traced) if f.lint == "host-bound")
+    chosen = next(entry for entry in plan.fusion.weighed if entry.mode == plan.fusion.mode)
+    assert finding.numbers["host_s"] == pytest.approx(chosen.host_s, rel=0.01)

@@ -1,0 +1,57 @@
+"""Words of reports that once said what is not so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from support.explain_tasks import task
+
+from autopar.explaining.plan_report import explain
+from autopar.ir.cluster import ClusterSpec
+from autopar.planning.objectives import _least_words
+from autopar.planning.remedies import Ask, Remedies
+from autopar.text.units import count, ms
+
+
+def test_a_block_is_named_by_its_own_segments():
+    plan = task().plan({"tp": 4})
+    first, layers, last = plan.blocks
+    assert len(layers.segments) == 2
+    apart = [
+        replace(layers, segments=layers.segments[:1]),
+        replace(layers, segments=layers.segments[1:], recompute="full"),
+    ]
+    shown = explain(replace(plan, blocks=(first, *apart, last)))
+    assert f"Block {layers.segments[1]}, recompute full" in shown
+
+
+def test_a_bound_of_zero_bounds_nothing():
+    assert _least_words(0.5) == "with no plan of the space less than 500 ms"
+    assert "was not bounded in time" in _least_words(0.0)
+    plan = task().plan({"tp": 4})
+    unproved = replace(plan.certificate, bound_s=0.0, gap=1.0, status="feasible")
+    assert "lower bound none in time" in " ".join(
+        explain(replace(plan, certificate=unproved)).split()
+    )
+
+
+def test_remedies_say_why_offloading_was_not_tried():
+    own = ClusterSpec.make("l4", devices_per_node=4)
+    known = ClusterSpec.parse("h100:4")
+    for cluster, says in ((own, True), (known, False)):
+        answer = Remedies(Ask({}, cluster, 8, None), "nothing fits", None, (), (), (), 1.0)
+        assert (
+            "Offloading was not tried: l4 1x4 does not say what its hosts have" in str(answer)
+        ) == says
+
+
+def test_numbers_have_sensible_digits():
+    words = {0: "0.0 ms", 2.131e-5: "0.02131 ms", 0.0425: "42.5 ms", 0.99996: "1.000 s", 5.2398: "5.240 s", 87.26: "87.26 s",
+             1234.5: "1,234 s", 123456.0: "123,456 s"}  # fmt: skip
+    assert {seconds: ms(seconds) for seconds in words} == words
+    assert [count(n) for n in (1.4e12, 8.03e9, 124.44e6, 512)] == [
+        "1.4 T",
+        "8.03 B",
+        "124.4 M",
+        "512",
+    ]

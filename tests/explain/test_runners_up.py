@@ -1,0 +1,110 @@
+"""Simple plans and runners-up: real plans, priced as their pins are, and the same in every run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from support.explain_tasks import task, text_of, words_of
+
+from autopar import api
+from autopar.errors import AutoparError
+from autopar.explaining.compare import CompareTable, Entry, compare
+from autopar.explaining.plan_report import explain, plan_data
+from autopar.explaining.runners_up import preference_words, runners_up_table, simplicity_of_plan
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.request.pins import Pins, pins_of_entry
+from autopar.request.plan_request import PlanRequest
+
+MODEL, CLUSTER = "llama:layers=2,hidden=512,heads=4,vocab=1024,seq=64", "h100:4"
+
+
+def planned(tolerance: float = 0.02, pin: dict | None = None) -> Plan:
+    return _planned(tolerance, tuple((pin or {}).items()))
+
+
+@cache
+def _planned(tolerance: float, pin: tuple) -> Plan:
+    t = task(MODEL, CLUSTER, 8, 64)
+    cluster = t.cluster
+    request = PlanRequest(
+        cluster, 8, Pins.of(dict(pin)), "bf16", False, MODEL, tolerance=tolerance, runners_up=True
+    )
+    return api.plan_traced(t.traced, request)
+
+
+def test_a_runner_up_is_the_plan_under_its_choices():
+    plan = planned()
+    found = [entry for entry in plan.certificate.runners_up if entry["time_s"] is not None]
+    assert len(found) >= 3 and len({entry["family"] for entry in found}) == len(found)
+    assert [entry["time_s"] for entry in found] == sorted(entry["time_s"] for entry in found)
+    for entry in found[:2]:
+        again = planned(0.0, pins_of_entry(entry))
+        assert again.predicted.step_time_s <= entry["time_s"] * (1 + 1e-9)
+        assert again.predicted.step_time_s >= entry["time_s"] * 0.98
+        assert sum(entry["breakdown"].values()) == pytest.approx(entry["time_s"])
+        assert plan.certificate.bound_s <= entry["time_s"] * (1 + 1e-9)
+
+
+def test_the_plan_is_within_the_tolerance_and_no_more_complicated_than_the_fastest():
+    fastest = planned(0.0)
+    for tolerance in (0.02, 0.2, 0.9):
+        plan = planned(tolerance)
+        assert plan.predicted.step_time_s <= (1 + tolerance) * fastest.predicted.step_time_s
+        assert simplicity_of_plan(plan) <= simplicity_of_plan(fastest)
+        assert plan.certificate.gap <= 1e-3 and plan.certificate.tolerance == tolerance
+        assert [e["outcome"] for e in plan.certificate.meshes].count("chosen") == 1
+        if plan.predicted.step_time_s > fastest.predicted.step_time_s * (1 + 1e-3):
+            assert plan.certificate.fastest["time_s"] == fastest.predicted.step_time_s
+            assert "proved optimum is" in preference_words(plan)
+    assert planned(0.9).mesh.num_devices == 4 and simplicity_of_plan(planned(0.9)).axes == 1
+
+
+def test_equal_requests_print_equal_reports():
+    again = _planned.__wrapped__(0.02, ())
+    assert again is not planned() and explain(planned()) == explain(again)
+
+
+def test_a_plan_with_runners_up_is_a_plan_file():
+    plan = planned()
+    assert Plan.from_json(json.dumps(plan_data(plan))) == plan
+    shown = text_of(runners_up_table(plan)[0], 160)
+    assert "FSDP" in shown or "data parallel" in shown
+    assert all(
+        entry["family"] in " ".join(shown.split()) for entry in plan.certificate.runners_up[:1]
+    )
+
+
+def test_compare_without_pins_compares_the_families():
+    t = task(MODEL, CLUSTER, 8, 64)
+    plan = planned()
+    entries = compare(
+        lambda pin, cluster: planned(0.0 if pin else 0.02, dict(pin)), t.cluster, [], []
+    )
+    names = [entry.name for entry in entries if isinstance(entry, Entry)]
+    assert names[0] == "best" and set(names[1:]) <= {
+        e["family"] for e in plan.certificate.runners_up
+    }
+    assert "step time" in words_of(CompareTable(entries, t.cluster))
+
+
+def test_headroom_is_kept_and_its_price_printed():
+    t = task(MODEL, CLUSTER, 8, 64)
+    tight = t.cluster.with_memory(5 * 2**29)
+    request = PlanRequest(tight.kept_free(0.2), 8, Pins(), "bf16", False, MODEL, runners_up=True)
+    plan = api.plan_traced(t.traced, request)
+    assert max(plan.predicted.peak_memory_bytes) <= 0.8 * tight.device.memory_bytes
+    assert plan.certificate.headroom == 0.2 and plan.certificate.unlimited_s is not None
+    assert plan.certificate.unlimited_s <= plan.predicted.step_time_s * (1 + 1e-9)
+    assert "20.0 % kept free" in " ".join(explain(plan).split())
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.0, float("nan")])
+def test_tolerances_that_are_none(wrong):
+    with pytest.raises(AutoparError, match="must be a fraction from 0"):
+        replace(
+            PlanRequest(ClusterSpec.parse("cpu:1"), 1, Pins(), "fp32", False, "m"), tolerance=wrong
+        )

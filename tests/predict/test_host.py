@@ -1,0 +1,61 @@
+"""The host: small micro-batches wait for it, large ones do not, and graphs and faster hosts shorten the wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.published_rows import GPT, LLAMA, MOE, write
+
+from autopar.predict.evaluate import Case, case_of, price
+from autopar.predict.runs import read_runs
+
+PIPELINE = GPT | {"recompute": "none"}
+
+
+def case(tmp_path, row, **software) -> Case:
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems
+    found = case_of(run)
+    return replace(found, software=replace(found.software, **software))
+
+
+def host_s(found: Case) -> float:
+    return price(found).breakdown.get("host", 0.0)
+
+
+@pytest.mark.parametrize("row", [LLAMA, PIPELINE], ids=["alone", "pipeline"])
+def test_a_tiny_model_waits_for_the_host(tmp_path, row):
+    """Its kernels take microseconds, and the host issues one in 24."""
+    slow = case(tmp_path, row)
+    waits_s = host_s(slow)
+    assert waits_s > 0.5 * price(slow).step_time_s
+    at_once = price(replace(slow, software=replace(slow.software, issue_s=0.0)))
+    assert "host" not in at_once.breakdown
+    assert price(slow).step_time_s == pytest.approx(at_once.step_time_s + waits_s)
+    assert sum(price(slow).breakdown.values()) == pytest.approx(price(slow).step_time_s)
+
+
+def test_the_wait_is_the_time_of_the_host_beyond_that_of_the_device(tmp_path):
+    """Twice the time for each operation adds once the time that the host needs in all."""
+    once, twice, thrice = (host_s(case(tmp_path, LLAMA, issue_s=n * 1e-4)) for n in (1, 2, 3))
+    assert twice - once == pytest.approx(thrice - twice) and twice > 1.9 * once
+
+
+def test_graphs_take_the_host_no_time(tmp_path):
+    assert host_s(case(tmp_path, LLAMA, cuda_graphs="all")) == 0.0
+
+
+def test_recomputation_takes_the_host_longer(tmp_path):
+    again = host_s(case(tmp_path, LLAMA | {"recompute": "full"}, issue_s=1e-3))
+    assert again > 1.2 * host_s(case(tmp_path, LLAMA, issue_s=1e-3))
+
+
+def test_experts_that_wait_for_routes_add_the_host_to_the_device(tmp_path):
+    """The host takes about as long as the device, so most of it is hidden unless they take turns."""
+    beside, after = (
+        price(case(tmp_path, MOE, waits_for_routing=waits, issue_s=4e-6)) for waits in (False, True)
+    )
+    assert after.step_time_s > beside.step_time_s
+    graphs = case(tmp_path, MOE, waits_for_routing=True, cuda_graphs="but experts", issue_s=4e-6)
+    assert 0 < host_s(graphs) < after.breakdown["host"]

@@ -1,0 +1,156 @@
+"""The page of a plan: well formed, small, without requests, and its numbers are those of the data."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from support.prose import ROOT
+from support.report_plans import CASES, plan_of, report_of
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.report.numbers import Numbers
+
+_VOID = {"meta", "link", "br", "img", "input", "hr"}
+_KEYS = [
+    "verdict",
+    "run",
+    "cluster",
+    "timeline",
+    "memory",
+    "waterfall",
+    "block",
+    "runners-up",
+    "pareto",
+    "lints",
+    "assumptions",
+]
+
+
+class Reader(HTMLParser):
+    """What a page has: sections in order, numbers, requests, and tags that do not close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sections: list[str] = []
+        self.numbers: list[tuple[str, float, str]] = []
+        self.requests: list[str] = []
+        self.faults: list[str] = []
+        self.scripts = 0
+        self._number: tuple[str, float] | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        own = dict(attrs)
+        if tag == "section":
+            self.sections.append(own["id"])
+        self.scripts += tag == "script"
+        self.requests += [
+            v
+            for k, v in attrs
+            if k in ("src", "href", "srcset", "xlink:href") and v[0] != "#" and v != "data:,"
+        ]
+        if "data-path" in own:
+            self._number = own["data-path"], float(own["data-value"])
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """An element of SVG that is empty."""
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(tag)
+
+    def handle_data(self, data):
+        if self._number is not None:
+            self.numbers.append((*self._number, data))
+            self._number = None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_page_is_well_formed_and_its_numbers_are_those_of_the_data(case):
+    report = report_of(case)
+    text = report.html()
+    page = Reader(text)
+    assert not page.faults and not page.open and not page.requests
+    assert page.sections == [key for key in _KEYS if key in page.sections]
+    assert {
+        "verdict",
+        "cluster",
+        "timeline",
+        "memory",
+        "waterfall",
+        "runners-up",
+        "assumptions",
+    } <= set(page.sections)
+    assert len(text.encode()) < 500_000
+    assert "url(http" not in text and "@import" not in text
+    data = json.loads(json.dumps(report.data))
+    look = Numbers(data)
+    assert len(page.numbers) > 60
+    for path, value, shown in page.numbers:
+        assert value == look.value(path), path
+        assert re.search(r"\d", shown), f"{path} is shown as {shown!r}"
+
+
+def test_what_is_shown_is_the_number_rounded():
+    """The text of a number is its value, to the digits that it has, in the unit that it names."""
+    units = {
+        "ms": 1e-3,
+        "s": 1.0,
+        "GiB": 2**30,
+        "%": 1e-2,
+        "GB/s": 1e9,
+        "TFLOP/s": 1e12,
+        "us": 1e-6,
+        "": 1.0,
+    }
+    for case in ("1f1b", "experts"):
+        for path, value, shown in Reader(report_of(case).html()).numbers:
+            number, unit = re.fullmatch(r"(-?[\d,.]+(?:e[-+]?\d+)?) ?(\S*)", shown.strip()).groups()
+            read = float(number.replace(",", "")) * units[unit]
+            digits = len(number.partition(".")[2]) if "e" not in number else 3
+            assert abs(read - value) <= max(
+                0.51 * 10**-digits * units[unit], 0.06 * abs(value) * ("e" in number)
+            ), (path, shown)
+
+
+def test_script_and_plan_without_a_model():
+    script = (ROOT / "autopar/report/templates/report.js").read_text()
+    assert len(script.splitlines()) <= 200
+    plan = plan_of("1f1b")
+    bare = autopar.explain(plan)
+    page = Reader(bare.html())
+    assert "timeline" not in page.sections and "memory" in page.sections and not page.faults
+    assert "tp=2" in bare and str(bare).startswith(plan.model_name)
+    assert "<iframe" in bare._repr_html_()
+    with pytest.raises(AutoparError, match="a trace needs the model"):
+        bare.save_trace("trace.json")
+
+
+def test_files_are_written(tmp_path):
+    report = report_of("1f1b")
+    report.save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == report.html()
+    with pytest.raises(AutoparError, match=r"ends in \.html"):
+        report.save(tmp_path / "report.txt")
+    paths = report.save_svgs(tmp_path / "figures")
+    assert {p.stem for p in paths} >= {"cluster", "timeline", "memory", "waterfall", "block"}
+    for path in paths:
+        text = path.read_text()
+        assert text.startswith("<svg xmlns") and "prefers-color-scheme" in text
+        from xml.etree import ElementTree
+
+        ElementTree.fromstring(text)
+
+
+def test_a_plan_prints_in_five_lines():
+    for case in CASES:
+        lines = repr(plan_of(case)).splitlines()
+        assert len(lines) == 5 and all(len(line) <= 120 for line in lines), lines
