@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,7 @@ class Plan(PlanFields):
 
     def export(self, target: str, model: str | None = None) -> Any:
         """`autopar.export` of this plan: the plan in the words of another framework."""
-        import autopar
-
-        return autopar.export(self, target, model)
+        return import_module("autopar").export(self, target, model)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path` as JSON. Raises AutoparError if that fails."""

@@ -206,7 +206,7 @@ def _candidates_on(
     each of `MODES` is a candidate of its own, and there is one schedule.
     """
     pin, rows = request.pin, request.global_batch // mesh.dp
-    searched = MODES if pin.stages is not None else (MIXED,)
+    searched: tuple[str, ...] = MODES if pin.stages is not None else (MIXED,)
     if request.restriction is not None:
         searched = request.restriction.recompute
     recomputes = searched if pin.recompute is None else (pin.recompute,)

@@ -20,19 +20,30 @@ from autopar.targets.from_plan import job_of_plan, layout_of
 from autopar.targets.model_shape import shape_of
 from autopar.targets.registry import TARGETS
 
-SPEC = parse_model("llama:layers=4,hidden=512,heads=8,kv_heads=4,ffn=1024,vocab=1024,seq=512")
+SPEC = parse_model("llama:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,seq=256")
 CLUSTER = ClusterSpec.parse("h100:4")
 
 
 @pytest.fixture(scope="module")
 def traced():
-    return api.trace_spec(SPEC, 512)
+    return api.trace_spec(SPEC, 256)
+
+
+_PLANS: dict[object, Plan] = {}
 
 
 def planned(traced, target: str | None, **pin: object) -> Plan:
+    """The plan within a target; each is made once."""
+    key = target, tuple(pin.items())
+    if key not in _PLANS:
+        _PLANS[key] = _planned(traced, target, pin)
+    return _PLANS[key]
+
+
+def _planned(traced, target: str | None, pin: dict[str, object]) -> Plan:
     request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, SPEC.name)
     if target:
-        request = request.within(TARGETS[target].restriction(shape_of(SPEC), 512, 4))
+        request = request.within(TARGETS[target].restriction(shape_of(SPEC), 256, 4))
     return api.plan_traced(traced, request, 30.0)
 
 
@@ -43,7 +54,7 @@ def test_plans_within_a_target_can_be_said(traced, name: str, pin: dict[str, obj
     assert plan.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9)
     assert plan.certificate.status == "optimal"
     assert (
-        f"what {TARGETS[name].restriction(shape_of(SPEC), 512, 4).name} can run"
+        f"what {TARGETS[name].restriction(shape_of(SPEC), 256, 4).name} can run"
         in plan.certificate.space
     )
     job = job_of_plan(plan, name, shape_of(SPEC), 4)
@@ -96,14 +107,14 @@ def test_plan_with_a_target() -> None:
     plan = autopar.plan(
         model,
         "h100:4",
-        SPEC.example_inputs(2, 512),
+        SPEC.example_inputs(2, 256),
         global_batch=16,
         precision="bf16",
         target="transformers",
     )
     assert plan.mesh.pp == 1 and plan.zero in (0, 3)
     with pytest.raises(AutoparError, match="is not known"):
-        autopar.plan(model, "h100:4", SPEC.example_inputs(2, 512), global_batch=16, target="jax")
+        autopar.plan(model, "h100:4", SPEC.example_inputs(2, 256), global_batch=16, target="jax")
 
 
 def test_the_commands(tmp_path) -> None:
@@ -115,7 +126,7 @@ def test_the_commands(tmp_path) -> None:
         "--global-batch",
         "16",
         "--seq",
-        "512",
+        "256",
         "--target",
         "transformers",
         "--save",
