@@ -60,7 +60,7 @@ EXAMPLES = {
 ONE_IF = {
     "explain": "--replay or --audit disagrees with the plan",
     "why-not": "the choice is impossible or does not fit",
-    "check": "the job is refused, or does not fit",
+    "check": "the job is refused, does not fit, or cannot be priced",
     "export": "the framework reads another layout (--verify)",
     "diff": "the plans differ",
     "replay": "the simulation disagrees with the plan",

@@ -78,7 +78,7 @@ def check(
     as_json: bool,
 ) -> None:
     """What a job FILE of another framework needs on a cluster, what refuses it, and what is better.
-    Exit code 1 if it is refused or does not fit.
+    Exit code 1 if it is refused, does not fit, or cannot be priced.
 
     FILE is a Megatron-LM launch script, its dump of arguments or YAML, an Accelerate configuration, or
     a DistributedConfig of Transformers.  Nothing in it is run.
@@ -102,7 +102,7 @@ def check(
         click.echo(json.dumps(check_data(answer), indent=1))
     else:
         show(check_table(answer))
-    ctx.exit(1 if answer.refused or (answer.plan is not None and not answer.fits) else 0)
+    ctx.exit(1 if answer.refused or not answer.fits else 0)
 
 
 @click.command(cls=options.Command)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ class Plan(PlanFields):
             ) from None
         edited = digest is not None and digest != _digest(data) and EDITED not in plan.notes
         return replace(plan, notes=(*plan.notes, EDITED)) if edited else plan
+
+    def export(self, target: str, model: str | None = None) -> Any:
+        """`autopar.export` of this plan: the plan in the words of another framework."""
+        return import_module("autopar").export(self, target, model)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path` as JSON. Raises AutoparError if that fails."""

@@ -5,6 +5,7 @@ what would be better.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from autopar.errors import AutoparError, NoPlanFits
@@ -97,7 +98,7 @@ def check_job(
     """
     spec = parsed_cluster(cluster).one_kind
     target = target_of(job.framework)
-    findings = [*job.findings, *_devices_finding(job, spec)]
+    findings = [*job.findings, *_devices_findings(job, spec)]
     sized = replace(job, gpus=spec.num_devices)
     try:
         setting = setting_of(sized, spec, target.software, model, seq)
@@ -119,11 +120,17 @@ def check_job(
     return _advised(answer, setting, time_limit_s) if advise else answer
 
 
-def _devices_finding(job: Job, cluster: ClusterSpec) -> list[Finding]:
-    if job.gpus in (None, cluster.num_devices):
-        return []
-    what = f"the file starts {job.gpus} processes, and {cluster.name} has {cluster.num_devices} devices: priced on those"
-    return [Finding("contradiction", what)]
+def _devices_findings(job: Job, cluster: ClusterSpec) -> list[Finding]:
+    """Findings about the devices: another number than the file's, and experts over tp."""
+    found, gpus = [], cluster.num_devices
+    if job.gpus not in (None, gpus):
+        what = f"the file starts {job.gpus} processes, and {cluster.name} has {gpus} devices: priced on those"
+        found.append(Finding("contradiction", what))
+    dp = job.layout.dp_on(gpus)
+    if (priced := gcd(job.layout.ep, dp)) != job.layout.ep:
+        what = f"ep={job.layout.ep} is more than a part of dp={dp}: priced as ep={priced}, with experts split over tp"
+        found.append(Finding("note", what))
+    return found
 
 
 def _priced(answer: Answer, setting: Setting) -> Answer:

@@ -71,7 +71,7 @@ class Setting:
     def software(self) -> Software:
         """The software of the job: what its file says, the rest by the framework."""
         facts = self.job.facts
-        found = case_of(run_of(self)).software
+        found = case_of(self._startable()).software
         if facts.fused_loss is not None and self.job.framework == "megatron":
             found = replace(found, loss_kernel="fused" if facts.fused_loss else "in_place")
         return (
@@ -79,6 +79,14 @@ class Setting:
             if facts.precision == "bf16"
             else replace(found, state_recipe=None, matmul_dtype=None)
         )
+
+    def _startable(self) -> Run:
+        """The job as a run; with its devices data-parallel if no framework can start its layout."""
+        try:
+            return run_of(self)
+        except AutoparError:
+            by = Layout(dp=self.gpus, global_batch=self.gpus, zero=self.job.layout.zero)
+            return run_of(replace(self, job=replace(self.job, layout=by)))
 
     def plan_of(self, layout: Layout) -> Plan:
         """The plan with a layout, on devices with unlimited memory. Raises AutoparError if it cannot

@@ -175,8 +175,8 @@ def _advice(answer: Answer) -> Iterator[Any]:
     if answer.plan is not None:
         more = answer.plan.predicted.step_time_s / best.step_time_s - 1
         words += f"; the job's layout takes {percent(more)} more"
-    found = [(words,), *((f"  {difference}",) for difference in answer.differences)]
-    yield grid("Best plan within this framework", ("",), found)
+    lines = [words, *(f"  {difference}" for difference in answer.differences)]
+    yield grid("Best plan within this framework", ("",), [(line,) for line in lines])
 
 
 def check_data(answer: Answer) -> dict[str, Any]:

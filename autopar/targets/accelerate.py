@@ -27,11 +27,9 @@ _TOP = frozenset(
 
 
 def _reads(source: Source) -> bool:
+    marks = r"^\s*[\"']?(distributed_type|compute_environment)[\"']?\s*:"
     return (
-        re.search(
-            r"^\s*[\"']?(distributed_type|compute_environment)[\"']?\s*:", source.text, re.MULTILINE
-        )
-        is not None
+        not source.text.startswith("#!") and re.search(marks, source.text, re.MULTILINE) is not None
     )
 
 

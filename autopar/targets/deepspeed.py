@@ -29,13 +29,8 @@ _NEUTRAL = re.compile(
 
 
 def _reads(source: Source) -> bool:
-    return (
-        re.search(
-            r'"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"\s*:',
-            source.text,
-        )
-        is not None
-    )
+    marks = r'"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"\s*:'
+    return source.text.lstrip()[:1] in ("{", "/") and re.search(marks, source.text) is not None
 
 
 def read(source: Source) -> Job:

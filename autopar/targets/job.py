@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import Any
 
 from autopar_cost_models.checks import is_whole
@@ -209,9 +210,7 @@ class Job:
 
     def check(self, cluster: str, **asked: Any) -> Any:
         """`autopar.check_job` of this job on a cluster, with its other arguments."""
-        import autopar
-
-        return autopar.check_job(self, cluster, **asked)
+        return import_module("autopar").check_job(self, cluster, **asked)
 
 
 @dataclass(frozen=True, slots=True)

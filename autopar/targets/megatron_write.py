@@ -159,8 +159,7 @@ def _facts_flags(facts: Facts, by: Layout) -> dict[str, str]:
     found |= (
         {"no-overlap-p2p-communication": ""} if facts.pp_overlap is False and by.vpp > 1 else {}
     )
-    if facts.optimizer is not None and facts.optimizer != "adam":
-        found |= {"optimizer": facts.optimizer}
+    found |= {"optimizer": facts.optimizer} if facts.optimizer and facts.optimizer != "adam" else {}
     found |= (
         {"cross-entropy-loss-fusion": "", "cross-entropy-fusion-impl": "te"}
         if facts.fused_loss

@@ -7,6 +7,7 @@ from pathlib import Path
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
 from autopar.targets.accelerate import ACCELERATE
+from autopar.targets.bridge import BRIDGE
 from autopar.targets.deepspeed import DEEPSPEED
 from autopar.targets.job import Job
 from autopar.targets.megatron import MEGATRON
@@ -16,7 +17,7 @@ from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.transformers import TRANSFORMERS
 
 TARGETS: dict[str, Target] = {
-    t.name: t for t in (ACCELERATE, TRANSFORMERS, TORCHTITAN, NANOTRON, DEEPSPEED, MEGATRON)
+    t.name: t for t in (ACCELERATE, TRANSFORMERS, TORCHTITAN, NANOTRON, DEEPSPEED, BRIDGE, MEGATRON)
 }
 """Every target by its name, in the order in which files are recognized."""
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
+from autopar.targets.bridge import BRIDGE
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron import MEGATRON
 from autopar.targets.megatron_layout import counted_stages, ended_stages, layout_of, stages_of
@@ -543,6 +544,21 @@ def jobs(draw: st.DrawFn) -> Job:
         draw(st.sampled_from([None, "sgd"])), draw(st.sampled_from([0.0, 0.1])), draw(st.booleans()), draw(st.booleans()),
     )  # fmt: skip
     return Job("megatron", shape, layout, tp * pp * cp * dp, 2, 4096, facts)
+
+
+@given(jobs())
+@settings(max_examples=100, deadline=None)
+def test_overrides_of_recipes_are_read_back(job: Job) -> None:
+    if job.facts.precision == "fp32":
+        with pytest.raises(NotExpressible, match="the nearest is mixed_precision"):
+            BRIDGE.write(job)
+        return
+    written = BRIDGE.write(replace(job, framework="bridge"))
+    again = BRIDGE.read(Source(written.text, written.name))
+    assert BRIDGE.reads(Source(written.text, written.name))
+    assert again.layout == job.layout
+    assert (again.shape, again.gpus, again.seq) == (job.shape, job.gpus, job.seq)
+    assert again.unpriced == () and again.findings == ()
 
 
 @given(jobs())

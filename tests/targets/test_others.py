@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -346,3 +347,44 @@ def test_files_that_are_no_jobs(target: Target, tmp_path) -> None:
         path.write_text(text)
         with pytest.raises(AutoparError):
             read_job(path, target.name)
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 10**20), st.floats(), st.sampled_from(["auto", "", "cpu", "$X", "8", "1e3", "0", "none"]),
+    st.lists(st.integers(0, 9), max_size=3), st.dictionaries(st.sampled_from(["a", "stage"]), st.integers(), max_size=2),
+)  # fmt: skip
+NAMES = {
+    "accelerate": "distributed_type num_processes num_machines fsdp_config parallelism_config deepspeed_config mixed_precision",
+    "transformers": "tp_size fsdp_size pp_size dp_replicate_size ep_size fsdp_cpu_offload",
+    "deepspeed": "train_batch_size train_micro_batch_size_per_gpu zero_optimization gradient_accumulation_steps bf16 optimizer",
+    "nanotron": "parallelism tokens model optimizer",
+    "megatron": "num_layers hidden_size num_attention_heads tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size "
+    "global_batch_size num_experts moe_layer_freq pipeline_model_parallel_layout recompute_granularity recompute_num_layers kv_channels "
+    "swiglu virtual_pipeline_model_parallel_size account_for_loss_in_pipeline_split fp8 fp8_recipe optimizer_offload_fraction vocab_size",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_odd_values_are_findings_or_errors(name: str, data: st.DataObject) -> None:
+    values = data.draw(st.dictionaries(st.sampled_from(NAMES[name].split()), VALUES, max_size=9))
+    try:
+        job = TARGETS[name].read(Source(json.dumps(values), "file.json"))
+        assert isinstance(TARGETS[name].refusals(job, 8), list)
+    except AutoparError as error:
+        assert str(error)
+
+
+def test_a_script_that_writes_a_configuration_is_a_script() -> None:
+    text = """#!/bin/bash
+cat <<EOT > ds_config.json
+{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+EOT
+cat <<EOT > accelerate.yaml
+distributed_type: FSDP
+EOT
+torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py --num-layers 4 --hidden-size 64 --tensor-model-parallel-size 2
+"""
+    source = Source(text, "train.sh")
+    assert [known.name for known in TARGETS.values() if known.reads(source)] == ["megatron"]

@@ -1,0 +1,153 @@
+"""Megatron-Bridge: overrides of its recipes, `path=value` as Hydra reads them, and its YAML."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autopar.errors import AutoparError
+from autopar.targets.job import Exported, Job
+from autopar.targets.megatron_read import job_of, read_megatron
+from autopar.targets.megatron_rules import refusals, restriction
+from autopar.targets.megatron_write import flags_of as megatron_flags
+from autopar.targets.shell import read_script
+from autopar.targets.target import NotExpressible, Source, Target
+
+_NAMES = {
+    "num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
+    "num-experts": "model.num_moe_experts",
+    "swiglu": "model.gated_linear_unit",
+    "micro-batch-size": "train.micro_batch_size",
+    "global-batch-size": "train.global_batch_size",
+    "use-distributed-optimizer": "ddp.use_distributed_optimizer",
+    "num-distributed-optimizer-instances": "ddp.num_distributed_optimizer_instances",
+    "overlap-grad-reduce": "ddp.overlap_grad_reduce",
+    "overlap-param-gather": "ddp.overlap_param_gather",
+    "use-megatron-fsdp": "ddp.use_megatron_fsdp",
+    "data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy",
+    "tp-comm-overlap": "comm_overlap.tp_comm_overlap",
+    "optimizer-cpu-offload": "optimizer.optimizer_cpu_offload",
+    "optimizer": "optimizer.optimizer",
+    "ckpt-format": "checkpoint.ckpt_format",
+    "microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
+    "fp8-format": "model.fp8",
+    "use-tp-pp-dp-mapping": "dist.use_tp_pp_dp_mapping",
+}
+"""Paths of arguments whose name differs, or that are not of the model. Others are `model.NAME`."""
+_TURNED = {
+    "untie-embeddings-and-output-weights": ("model.share_embeddings_and_output_weights", "false"),
+    "grad-reduce-in-bf16": ("ddp.grad_reduce_in_fp32", "false"),
+    "no-overlap-p2p-communication": ("comm_overlap.overlap_p2p_comm", "false"),
+    "no-gradient-accumulation-fusion": ("model.gradient_accumulation_fusion", "false"),
+}
+"""Arguments that are the opposite of a path."""
+_LEFT_OUT = ("max-position-embeddings", "group-query-attention", "multi-latent-attention")
+_OVERRIDE = re.compile(
+    r"\+{0,2}((?:model|train|ddp|comm_overlap|optimizer|checkpoint|dist|mixed_precision)(?:\.\w+)?)=(.*)",
+    re.DOTALL,
+)
+_BACK = {path.rpartition(".")[2]: name for name, path in _NAMES.items()}
+_BACK |= {path.rpartition(".")[2]: name for name, (path, _) in _TURNED.items()}
+
+
+def _reads(source: Source) -> bool:
+    paths = re.findall(r"(?<![\w.])\+{0,2}(model|train|ddp)\.\w+\s*=", source.text)
+    blocks = re.findall(r"^(model|train|ddp|comm_overlap):", source.text, re.MULTILINE)
+    return ("tensor_model_parallel_size" in source.text) and (
+        len(paths) > 1 or len(set(blocks)) > 1
+    )
+
+
+def read(source: Source) -> Job:
+    """The job of overrides in a script, or of the YAML of a recipe. Raises AutoparError if there is
+    none.
+    """
+    if source.name.endswith((".yaml", ".yml")):
+        job = read_megatron(source)
+        bf16 = {"bf16", "fp16"}.isdisjoint(job.flags)
+        facts = replace(job.facts, precision="bf16") if bf16 else job.facts
+        return replace(job, framework="bridge", facts=facts)
+    words = [
+        word
+        for command, _ in read_script(source.text, source.read_file).commands
+        for word in command
+    ]
+    found = [_OVERRIDE.fullmatch(word) for word in words]
+    values = {match[1]: match[2] for match in found if match} | _launcher(words)
+    if not any("tensor_model_parallel_size" in path for path in values):
+        raise AutoparError(f"no job: {source.name} does not set tensor_model_parallel_size")
+    options: dict[str, str] = {}
+    for path, value in values.items():
+        name = path.rpartition(".")[2]
+        options |= _argument(name, value)
+    options["fp16" if options.pop("mixed_precision", "").startswith("fp16") else "bf16"] = "true"
+    return replace(job_of(options), framework="bridge")
+
+
+def _launcher(words: list[str]) -> dict[str, str]:
+    """The processes of a node and the nodes that a launcher's options say."""
+    found: dict[str, str] = {}
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        if match := re.fullmatch(r"--(nproc[-_]per[-_]node|nnodes)(?:=(.*))?", option):
+            found[match[1].replace("-", "_")] = match[2] or value
+    return found
+
+
+def _argument(name: str, value: str) -> dict[str, str]:
+    """The argument of Megatron-LM for a field of a recipe, by name."""
+    turned = {path.rpartition(".")[2]: argument for argument, (path, _) in _TURNED.items()}
+    if name in turned:
+        return {turned[name].replace("-", "_"): "true"} if value.lower() == "false" else {}
+    return {_BACK.get(name, name).replace("-", "_"): value}
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The overrides of a job, by path. Raises NotExpressible if Megatron-Bridge cannot run it."""
+    if job.facts.precision == "fp32":
+        raise NotExpressible(
+            "Megatron-Bridge cannot say fp32: the nearest is mixed_precision=bf16_mixed"
+        )
+    try:
+        flags = megatron_flags(job)
+    except NotExpressible as error:
+        raise NotExpressible(str(error).replace("Megatron-LM", "Megatron-Bridge")) from None
+    found: dict[str, str] = {}
+    for name, value in flags.items():
+        if name in _TURNED:
+            found[_TURNED[name][0]] = _TURNED[name][1]
+        elif name not in (*_LEFT_OUT, "bf16", "fp16"):
+            found[_NAMES.get(name, f"model.{name.replace('-', '_')}")] = value or "true"
+    found["mixed_precision"] = f"{job.facts.precision}_mixed"
+    return found
+
+
+def write(job: Job) -> Exported:
+    """A command with overrides for a recipe. Raises NotExpressible if Megatron-Bridge cannot run the
+    job.
+    """
+    lines = [f"    {path}={_quoted(value)}" for path, value in flags_of(job).items()]
+    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
+    nodes = max(1, (job.gpus or per_node) // per_node)
+    command = f"torchrun --nproc-per-node {per_node} --nnodes {nodes} run_recipe.py"
+    text = " \\\n".join([command, *lines]) + "\n"
+    losses = ("the recipe: --recipe names the model, its data and its optimizer",)
+    return Exported("megatron-bridge 0.4", text, "bash train.sh", {}, losses, "train.sh")
+
+
+def _quoted(value: str) -> str:
+    return f"'{value}'" if re.search(r"[^\w.-]", value) else value
+
+
+BRIDGE = Target(
+    "bridge",
+    "Megatron-Bridge 0.4",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "megatron-bridge",
+    flags_of,
+    ("megatron-bridge", "nemo"),
+)
+"""Megatron-Bridge and NeMo."""
