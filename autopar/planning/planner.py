@@ -22,6 +22,7 @@ from autopar.planning.plan_writer import make_plan
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.host_time import host_s
+from autopar.solve.costs.pipeline_cost import Stages
 from autopar.solve.search.branch_and_bound import search, solved_together
 from autopar.solve.search.families import runners_up, same_layout_s
 from autopar.solve.search.limits import SearchLimits
@@ -144,8 +145,9 @@ def _planned(
     found = find_best(request, traced, annotator, limits, progress)
     if found.best is None or found.model is None:
         raise no_plan_fits(found, request)
-    (candidate, solution), stages = found.best, (tuple(range(len(traced.segments))),)
-    if solution.pipelined is not None:
+    candidate, solution = found.best
+    stages: Stages = (tuple(range(len(traced.segments))),)
+    if solution.pipelined:
         stages = solution.pipelined.stages
     issued_s = host_s(found.model, solution.choices, stages, candidate.mesh.pp)
     return make_plan(found, request, traced, annotator), issued_s
