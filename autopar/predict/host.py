@@ -54,7 +54,7 @@ def _segment_times(plan: Plan, traced: TracedModel, setting: Setting) -> dict[st
     """The time of each segment, by its name."""
     model = annotator_of(traced).annotate(setting)
     priced = [entry for entry in plan.certificate.ledger if entry["part"] == "block"]
-    found = {}
+    found: dict[str, SegmentTime] = {}
     for block, own, entry in zip(plan.blocks, model.classes, priced, strict=True):
         host_s, waiting = _host_s(own, setting)
         time = SegmentTime(
