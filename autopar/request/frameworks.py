@@ -202,8 +202,9 @@ _MEMORY: tuple[Rule, ...] = (
     Rule("gathers_again", True, lambda job: _nanotron(job) and job.pp > 1,
          "nanotron's tp_recompute_allgather; scripts/scaling_benchmarks.py ran layouts with a pipeline again, with a later version"),
     Rule("loss_kernel", "beside", _nanotron, "nanotron's sharded_cross_entropy writes the softmax beside its input, which forward holds"),
-    Rule("state_recipe", "copied_gradients", lambda job: _nanotron(job) and job.zero == 0 and job.dp > 1,
-         "nanotron without ZeRO adds up gradients in fp32 buffers beside the 16-bit buckets of DDP (src/nanotron/trainer.py, make_ddp)"),
+    Rule("state_recipe", "copied_gradients", _nanotron,
+         "nanotron adds the 16-bit gradients of a micro-batch to fp32 buffers once backward has ended, and frees them then "
+         "(src/nanotron/optim/gradient_accumulator.py, FP32GradientAccumulator.backward)"),
     Rule("keeps_fp8", True, lambda job: job.matmul == "fp8" and (_nvidia(job) or job.recipe == "delayed"),
          "Transformer Engine saves inputs of linear layers in fp8; torchao saves them as they came"),
     Rule("fp8_weight_copies", True, lambda job: job.matmul == "fp8" and _on(job, "nemo"),
