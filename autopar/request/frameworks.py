@@ -266,8 +266,9 @@ _TIME: tuple[Rule, ...] = (
     Rule("routing_operations", ROUTING_OPERATIONS, lambda job: _dropless(job) and not _hybrid_ep(job),
          "`ROUTING_OPERATIONS`: megatron-core's token dispatcher sorts, counts and permutes, and waits for the tokens of each expert "
          "(moe/token_dispatcher.py, _maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),
-    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and (_hybrid_ep(job) or _gpu(job, "H100"))),
-         "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep)"),
+    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and (_gpu(job, "H100") or job.experts >= 256)),
+         "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep), and HybridEP "
+         "for DeepSeek-V3 (256 experts)"),
     Rule("dispatch_overlap", True, lambda job: _hybrid_ep(job) and _gpu(job, "H100") and not job.since(2026),
          "overlap_moe_expert_parallel_comm for DeepSeek-V3 on H100 in Megatron-Bridge 0.1 (scripts/performance/run_script.py, A2A_1F1B)"),
     Rule("cuda_graphs", "all", lambda job: job.experts > 0 and job.drops_tokens and _nvidia(job) and _gpu(job, "B200", "GB200"),
