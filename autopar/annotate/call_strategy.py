@@ -106,12 +106,12 @@ def _sent(
     if local.lowered(call.node) == "expert_parallel":
         x, down = local.facts.tensors[call.names[0]], Call(call.node).arg("down").meta["val"]
         choices = int(local.facts.tensors[call.names[1]].shape[1])
-        spread = local.pricing.expert_parallel_s(
+        exchanges = local.pricing.expert_parallel_s(
             call.read[1], choices, int(x.shape[1]), int(down.shape[0]), local.pricing.itemsize(x)
         )
         beside = local.setting.software.dispatch_overlap
         for place, (extra, own_s) in enumerate(
-            zip(spread, (computed.forward_s, computed.backward_s), strict=True)
+            zip(exchanges, (computed.forward_s, computed.backward_s), strict=True)
         ):
             sent_s[place] += local.pricing.exposed_s(own_s if beside else 0.0, extra)
     for one in paid:

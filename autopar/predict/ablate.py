@@ -147,7 +147,7 @@ MECHANISMS = (
               settled=("intra_efficiency", "inter_efficiency")),
     Mechanism("kernel launches", "kernels start at once", constants=_constants(launch_s=0.0), settled=("launch_s",)),
     Mechanism("host", "the host issues operations at once", case=_software(issue_s=0.0)),
-    Mechanism("waiting for routes", "the host runs ahead of experts", case=_software(waits_for_routing=False)),
+    Mechanism("routing on the host", "only the operations of the model", case=_software(routing_operations=0)),
     Mechanism("CUDA graphs", "the host issues every operation", case=_software(cuda_graphs="none")),
     Mechanism("dispatch once", "a token goes to each of its experts", case=_software(dispatch="copies")),
     Mechanism("memory traffic", "memory is infinitely fast", case=_device(memory_bandwidth_Bps=INFINITE_BPS), settled=("hbm_efficiency",)),

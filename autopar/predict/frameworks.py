@@ -71,6 +71,16 @@ def prints_first_rank(framework: str) -> bool:
     return is_nanotron(framework)
 
 
+def buffer_bytes(run: Run) -> int:
+    """Bytes of the buffers in which a framework gathers activations over tp: nanotron keeps one for
+    inputs of column-parallel products and one for gradients of row-parallel ones
+    (src/nanotron/parallel/utils.py, MemoryBuffer). Each holds a micro-batch in 16 bits.
+    """
+    if not is_nanotron(run.software.framework) or run.degrees.tp == 1:
+        return 0
+    return 2 * 2 * run.degrees.micro_batch * run.dims.seq * run.dims.hidden
+
+
 def offloads_where_tight(run: Run) -> bool:
     """Whether a run that does not fit is assumed to move activations of layers to the host, as
     NVIDIA's recipes with Megatron-FSDP do. Tables do not print it. Source: Megatron-Bridge,

@@ -16,13 +16,12 @@ _EXPERTS = "routed_experts"
 
 @dataclass(frozen=True, slots=True)
 class SegmentTime:
-    """Seconds of one micro-batch in one segment, forward and backward: of the device, of the host,
-    and of the host for what waits for the device (`Software.waits_for_routing`).
+    """Seconds of one micro-batch in one segment, forward and backward: of the device and of the
+    host.
     """
 
     device_s: float
     host_s: float
-    waiting_s: float
 
 
 def waiting_s(plan: Plan, traced: TracedModel, setting: Setting) -> float:
@@ -42,7 +41,7 @@ def waiting_s(plan: Plan, traced: TracedModel, setting: Setting) -> float:
     ]
     device_s = [sum(one.device_s for one in own) for own in by_rank]
     paced_s = max(
-        max(alone_s + sum(one.waiting_s for one in own), sum(one.host_s for one in own))
+        max(alone_s, sum(one.host_s for one in own))
         for alone_s, own in zip(device_s, by_rank, strict=True)
     )
     chunks = max(len(stages) // ranks, 1)
@@ -56,23 +55,20 @@ def _segment_times(plan: Plan, traced: TracedModel, setting: Setting) -> dict[st
     priced = [entry for entry in plan.certificate.ledger if entry["part"] == "block"]
     found: dict[str, SegmentTime] = {}
     for block, own, entry in zip(plan.blocks, model.classes, priced, strict=True):
-        host_s, waiting = _host_s(own, setting)
-        time = SegmentTime(
-            entry["forward_s"] + entry["backward_s"], host_s, host_s if waiting else 0.0
-        )
-        found |= dict.fromkeys(block.segments, time)
+        device_s = entry["forward_s"] + entry["backward_s"]
+        found |= dict.fromkeys(block.segments, SegmentTime(device_s, _host_s(own, setting)))
     return found
 
 
-def _host_s(block: AnnotatedBlock, setting: Setting) -> tuple[float, bool]:
-    """(seconds in which the host issues a micro-batch of a class, whether the device waits for them)."""
+def _host_s(block: AnnotatedBlock, setting: Setting) -> float:
+    """Seconds in which the host issues a micro-batch of a segment of the class."""
     software, device = setting.software, setting.cluster.device
     experts = [op for op in block.ops if _EXPERTS in op.target]
-    issued = [] if software.cuda_graphs == "all" else block.ops
-    if software.cuda_graphs == "but experts":
-        issued = experts
+    if software.cuda_graphs == "all":
+        return 0.0
+    issued = experts if software.cuda_graphs == "but experts" else block.ops
     seconds = sum(
         op.strategies[0].forward_dispatch_s + op.strategies[0].backward_dispatch_s for op in issued
     )
-    scale = 1.0 if software.issue_s is None else software.issue_s / device.issue_s
-    return scale * seconds, bool(experts) and software.waits_for_routing
+    issue_s = device.issue_s if software.issue_s is None else software.issue_s
+    return seconds * issue_s / device.issue_s + len(experts) * software.routing_operations * issue_s

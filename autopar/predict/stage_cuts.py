@@ -21,8 +21,8 @@ def _by_cost(run: Run) -> list[int]:
     cost reaches its even share (src/nanotron/models/base.py, build_model). Layers and head have the
     cost of their products with parameters (src/nanotron/models/llama.py, get_block_compute_costs).
 
-    A layer that ends on a share exactly ends its stage, though the source would add another one:
-    with 16 layers in 2 and 4 stages, the first stage runs as 10 and 5 layers would.
+    A layer that ends on a share exactly ends its stage, though the source would add another one.
+    With 16 layers in 2 and 4 stages, the first stage runs as 10 and 5 layers would.
     """
     dims, ranks = run.dims, run.degrees.pp
     layer = dims.hidden * (4 * dims.heads * dims.head_dim + 3 * dims.ffn)

@@ -37,8 +37,13 @@ SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current",
 EAGER_ISSUE_S = 55e-6
 """Seconds of the host for an operation of the model in eager mode: Python of modules, hooks and
 autograd besides the 24 us of the operation alone. Fit: layers of nanotron with one sequence take
-4.5 ms for 78 operations, whatever their width. Those of Megatron-Bridge's Qwen3 30B on 8 B200 take
-5.6 ms more than the device for 104.
+4.5 ms for 78 operations, whatever their width.
+"""
+
+ROUTING_OPERATIONS = 60
+"""Operations of the host in a layer with experts that drop no tokens, besides those of the model, at
+`EAGER_ISSUE_S` each. Fit: a layer of Megatron-Bridge's Qwen3 30B with one sequence takes 8.8 ms on
+B200 and 9.4 to 9.6 ms on H100, of which the 104 operations of the model are 5.7.
 """
 
 LIVE_PARAMETERS = 1_000_000_000
@@ -202,8 +207,9 @@ _MEMORY: tuple[Rule, ...] = (
     Rule("gathers_again", True, lambda job: _nanotron(job) and job.pp > 1,
          "nanotron's tp_recompute_allgather; scripts/scaling_benchmarks.py ran layouts with a pipeline again, with a later version"),
     Rule("loss_kernel", "beside", _nanotron, "nanotron's sharded_cross_entropy writes the softmax beside its input, which forward holds"),
-    Rule("state_recipe", "copied_gradients", lambda job: _nanotron(job) and job.zero == 0 and job.dp > 1,
-         "nanotron without ZeRO adds up gradients in fp32 buffers beside the 16-bit buckets of DDP (src/nanotron/trainer.py, make_ddp)"),
+    Rule("state_recipe", "copied_gradients", _nanotron,
+         "nanotron adds the 16-bit gradients of a micro-batch to fp32 buffers once backward has ended, and frees them then "
+         "(src/nanotron/optim/gradient_accumulator.py, FP32GradientAccumulator.backward)"),
     Rule("keeps_fp8", True, lambda job: job.matmul == "fp8" and (_nvidia(job) or job.recipe == "delayed"),
          "Transformer Engine saves inputs of linear layers in fp8; torchao saves them as they came"),
     Rule("fp8_weight_copies", True, lambda job: job.matmul == "fp8" and _on(job, "nemo"),
@@ -257,13 +263,16 @@ _TIME: tuple[Rule, ...] = (
          "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
          "Transformer Engine gathers in fp8 too"),
     Rule("issue_s", EAGER_ISSUE_S, lambda job: not job.compiled, "`EAGER_ISSUE_S`; torch.compile joins the Python of many operations"),
-    Rule("waits_for_routing", True, lambda job: _dropless(job) and not _hybrid_ep(job),
-         "megatron-core's token dispatcher copies the tokens of each expert to the host and waits (moe/token_dispatcher.py, "
-         "_maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),
-    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and (_hybrid_ep(job) or _gpu(job, "H100"))),
-         "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep)"),
+    Rule("routing_operations", ROUTING_OPERATIONS, lambda job: _dropless(job) and not _hybrid_ep(job),
+         "`ROUTING_OPERATIONS`: megatron-core's token dispatcher sorts, counts and permutes, and waits for the tokens of each expert "
+         "(moe/token_dispatcher.py, _maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),
+    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and (_gpu(job, "H100") or job.experts >= 256)),
+         "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep), and HybridEP "
+         "for DeepSeek-V3 (256 experts)"),
     Rule("dispatch_overlap", True, lambda job: _hybrid_ep(job) and _gpu(job, "H100") and not job.since(2026),
          "overlap_moe_expert_parallel_comm for DeepSeek-V3 on H100 in Megatron-Bridge 0.1 (scripts/performance/run_script.py, A2A_1F1B)"),
+    Rule("cuda_graphs", "all", lambda job: job.experts > 0 and job.drops_tokens and _nvidia(job) and _gpu(job, "B200", "GB200"),
+         "cuda_graphs: true for Qwen3 with token drop in Megatron-Bridge 0.1 (scripts/performance/configs/qwen3)"),
     Rule("cuda_graphs", "but experts", lambda job: _dropless(job) and job.since(2026) and _gpu(job, "GB200", "GB300"),
          "cuda_graph_scope=[attn, moe_router, moe_preprocess] in Megatron-Bridge's recipes for GB200 and GB300, none for H100, B200, B300"),
 )  # fmt: skip

@@ -87,8 +87,7 @@ class Software:
         live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
         issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
         cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
-        waits_for_routing: the host waits for the number of tokens of each expert before it issues their kernels.  A layer with experts
-            then takes the time of the host besides that of the device.
+        routing_operations: the number of operations that the host issues for a layer with experts besides those of the model.
         dispatch: a row of `DISPATCHES`, for the tokens that go to experts on other ranks.
         dispatch_overlap: that dispatch runs beside the compute of experts of another micro-batch.
         fitted: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`).
@@ -123,7 +122,7 @@ class Software:
     live_parameters: int = 0
     issue_s: float | None = None
     cuda_graphs: str = "none"
-    waits_for_routing: bool = False
+    routing_operations: int = 0
     dispatch: str = "copies"
     dispatch_overlap: bool = False
     fitted: FittedConstants = FITTED
@@ -141,7 +140,12 @@ class Software:
                 raise AutoparError(
                     f"software: {name}={shown(value)} is not known; {nearest(value, list(known))}"
                 )
-        for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
+        for name in (
+            "sharded_interfaces",
+            "workspace_bytes",
+            "live_parameters",
+            "routing_operations",
+        ):
             if not is_whole(getattr(self, name), least=0):
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0"

@@ -14,8 +14,8 @@ Other frameworks differ, in `STATE_RECIPES`:
 - fp16_gradients: 2 + 2 + 16. Megatron in fp16: fp16 gradients; fp32 master copy, fp32 gradient copy
   and two fp32 moments.
 - bf16_gradients: 2 + 2 + 12. Megatron without accumulation in fp32 (grad_reduce_in_fp32=False).
-- copied_gradients: 2 + 6 + 12. nanotron with DDP: the 16-bit buckets of DDP, and the fp32 buffers
-  to which gradients are added (src/nanotron/optim/gradient_accumulator.py).
+- copied_gradients: 2 + 6 + 12. nanotron: the 16-bit gradients of a micro-batch, and the fp32
+  buffers to which they are added (src/nanotron/optim/gradient_accumulator.py).
 - fsdp: 4 + 4 + 8. FSDP with mixed precision: fp32 shards, without the gathered bf16 copies.
 - deepspeed_fp16: 2 + 2 + 18. DeepSpeed, fp16 with ZeRO-1: a partition also has fp16 and fp32
   gradients (stage_1_and_2.py, step).

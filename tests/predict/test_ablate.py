@@ -45,6 +45,7 @@ EXPERTS = MOE | {
     "year": "2026",
     "gpu": "GB200-NVL72",
 }
+ROUTED = EXPERTS | {"id": "routed", "gpu": "B200-180G"}
 MOSAIC = LLAMA | {
     "id": "mosaic",
     "framework": "llm-foundry",
@@ -69,7 +70,7 @@ TOUCHES = {  # the values that differ, of any of these runs
                         "cluster.topology.inter.efficiency"},
     "kernel launches": {"software.fitted.launch_s", "cluster.device.launch_s"},
     "host": {"software.issue_s"},
-    "waiting for routes": {"software.waits_for_routing"},
+    "routing on the host": {"software.routing_operations"},
     "CUDA graphs": {"software.cuda_graphs"},
     "dispatch once": {"software.dispatch"},
     "memory traffic": {"cluster.device.memory_bandwidth_Bps"},
@@ -111,6 +112,7 @@ def runs(tmp_path_factory):
             PIPES,
             MOSAIC,
             EXPERTS,
+            ROUTED,
         )
     )
     assert not problems, problems

@@ -8,7 +8,7 @@ import pytest
 from support.published_rows import GPT, write
 
 from autopar.predict.evaluate import case_of, evaluate, price
-from autopar.predict.frameworks import job_of
+from autopar.predict.frameworks import job_of, offloaded, offloads_where_tight
 from autopar.predict.report import GIB
 from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
@@ -53,7 +53,7 @@ CASES = [
     ({"framework": "nanotron", "zero_stage_or_fsdp": "0", "dtype": "bf16", "year": 2025},
      {"loss_kernel": "beside", "state_recipe": "copied_gradients"}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2025, "pp": 2},
-     {"loss_kernel": "beside", "gathers_again": True}),
+     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients"}),
 ]  # fmt: skip
 
 
@@ -114,3 +114,40 @@ def test_a_layout_that_does_not_fit_gathers_again(tmp_path):
     assert price(case).peak_memory_bytes > run.machine.memory_bytes
     again = price(replace(case, software=replace(case.software, gathers_again=True)))
     assert evaluate(run) == again and again.peak_memory_bytes < price(case).peak_memory_bytes
+
+
+def test_nanotron_gathers_in_buffers_of_its_own(tmp_path):
+    row = GPT | NANOTRON | {"gpus": "8", "pp": "1", "dp": "1", "tp": "8", "micro_batch": "2"}
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems
+    assert case_of(run).software.workspace_bytes == 2 * 2 * (2 * 4096 * 2048)
+    assert (
+        case_of(replace(run, degrees=replace(run.degrees, tp=1, dp=8))).software.workspace_bytes
+        == 0
+    )
+
+
+def test_nanotron_prints_the_memory_of_the_first_rank(tmp_path):
+    row = GPT | NANOTRON | {"gpus": "8", "pp": "2", "dp": "4", "mem_gib_per_gpu": "30"}
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems and run.measured.memory_of_first_rank
+    prediction = RunPrediction(
+        1.0, 50.0 * GIB, outside_bytes=2.0 * GIB, first_rank_bytes=32.0 * GIB
+    )
+    assert Scored(run, prediction).memory_error == 0.0
+
+
+def test_fsdp_of_nvidia_moves_activations_to_the_host(tmp_path):
+    """As few layers as let it fit: half a layer over, so one goes; and at most all but two."""
+    row = GPT | {"framework": "nemo", "zero_stage_or_fsdp": "fsdp(megatron)", "year": "2025", "tp": "1", "pp": "1", "dp": "16",
+                 "dtype": "bf16", "extra_opts": "", "recompute": "none"}  # fmt: skip
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems and offloads_where_tight(run)
+    capacity = run.machine.memory_bytes
+    kept = 0.4 * capacity  # of 4 layers
+    found = offloaded(run, RunPrediction(1.0, 1.05 * capacity, kept_bytes=kept))
+    assert found.peak_memory_bytes == pytest.approx(0.95 * capacity)
+    found = offloaded(run, RunPrediction(1.0, 2.0 * capacity, kept_bytes=kept))
+    assert found.peak_memory_bytes == pytest.approx(1.8 * capacity)
+    fits = RunPrediction(1.0, 0.5 * capacity, kept_bytes=kept)
+    assert offloaded(run, fits) is fits

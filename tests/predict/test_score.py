@@ -160,7 +160,7 @@ def test_memory_verdicts(base):
     capacity = base.machine.memory_bytes
     low = scored(base, 1.0, 1.0, memory=8e9, memory_bytes=10e9, memory_scope="device")
     analytic = scored(base, 1.0, 1.0, memory=8e9, memory_bytes=1e9, memory_scope="analytic")
-    rejected = scored(replace(base, id="big"), 1.0, 1.0, memory=capacity + 1.0)
+    rejected = scored(replace(base, id="big"), 1.0, 1.0, memory=1.3 * capacity)
     failed = scored(replace(base, id="failed"), 1.0, None, memory=capacity, out_of_memory=True)
     refused = scored(
         replace(base, id="refused"), 1.0, None, memory=2.0 * capacity, out_of_memory=True
@@ -215,6 +215,11 @@ def test_selections_and_groupings(families):
         "dtype": ["fp16", "bf16", "fp8"],
         "framework": ["megatron", "torchtitan"],
         "generation": ["ampere"],
+        "model": [
+            "gpt 64 x 256, 4 heads",
+            "llama 64 x 96, 4 heads",
+            "moe 64 x 24, 4 heads, 8 experts",
+        ],
         "family": ["gpt", "llama", "experts"],
     }
     assert sum(map(len, grouped(results, "dtype").values())) == len(results)

@@ -78,3 +78,18 @@ def test_fp8_has_the_scaling_of_its_recipe():
 def test_what_is_not_known_is_refused(arguments, facts, words):
     with pytest.raises(AutoparError, match=words):
         software_of(*arguments, **facts)
+
+
+def test_recipes_for_experts_differ_by_gpu():
+    """DeepEP between nodes of H100, CUDA graphs on GB200, neither on B200; and no routing where tokens are dropped."""
+    facts = {"experts": 128, "dp": 8, "year": 2026}
+    h100, gb200, b200 = (
+        software_of("megatron-core", gpu=gpu, **facts)
+        for gpu in ("H100-80G-SXM", "GB200-NVL72", "B200-180G")
+    )
+    assert [one.dispatch for one in (h100, gb200, b200)] == ["once", "copies", "copies"]
+    assert [one.cuda_graphs for one in (h100, gb200, b200)] == ["none", "but experts", "none"]
+    assert h100.routing_operations == b200.routing_operations > gb200.routing_operations == 0
+    dropped = software_of("megatron-core", gpu="B200-180G", drops_tokens=True, **facts)
+    assert (dropped.routing_operations, dropped.cuda_graphs) == (0, "all")
+    assert software_of("nemo-automodel", dispatches_once=True, experts=8).dispatch == "once"
