@@ -28,6 +28,7 @@ BERT = {
     "num_attention_heads": 2,
     "max_position_embeddings": SEQ,
     "hidden_dropout_prob": 0.0,
+    "initializer_range": 0.2,
     "attention_probs_dropout_prob": 0.0,
 }
 Batch = dict[str, Tensor]
