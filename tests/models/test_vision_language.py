@@ -73,7 +73,7 @@ def slow_but(fast: str, names) -> list:
 @pytest.mark.parametrize("name", slow_but("CLIP", CONTRASTIVE))
 def test_losses_over_pairs_of_the_batch_are_exact(pool2, name):
     pins = {"dp": WHOLE["dp"]} if name == "CLIP" else WHOLE
-    for found in pool2.run(errors, name, pins, batches(name)):
+    for found in pool2.run(errors, name, pins, batches(name), timeout_s=600):
         assert max(found.values()) <= 1, found
 
 
@@ -88,7 +88,7 @@ def test_losses_over_pairs_refuse_micro_batches():
 @pytest.mark.parametrize("name", slow_but("Llava", GENERATIVE))
 def test_models_that_read_images_are_exact(pool2, name):
     pins = {"pipeline": PARTS["pipeline"]} if name == "Llava" else WHOLE | PARTS
-    for found in pool2.run(errors, name, pins, batches(name)):
+    for found in pool2.run(errors, name, pins, batches(name), timeout_s=600):
         assert max(found.values()) <= 1, found
 
 

@@ -97,5 +97,5 @@ def errors(rank: int, block: type[Block], pins: dict[str, dict]) -> dict[str, fl
     ],
 )
 def test_training_is_exact(pool2, block, pins):
-    for found in pool2.run(errors, block, {pin: PINS[pin] for pin in pins}):
+    for found in pool2.run(errors, block, {pin: PINS[pin] for pin in pins}, timeout_s=600):
         assert max(found.values()) <= 1, found
