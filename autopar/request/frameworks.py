@@ -43,7 +43,7 @@ autograd besides the 24 us of the operation alone. Fit: layers of nanotron with 
 ROUTING_OPERATIONS = 60
 """Operations of the host in a layer with experts that drop no tokens, besides those of the model, at
 `EAGER_ISSUE_S` each. Fit: a layer of Megatron-Bridge's Qwen3 30B with one sequence takes 8.8 ms on
-B200 and 9.4 to 9.6 ms on H100, of which the 104 operations of the model are 5.7.
+B200, and 9.4 to 9.6 ms on H100. The 104 operations of the model are 5.7 ms of that.
 """
 
 LIVE_PARAMETERS = 1_000_000_000

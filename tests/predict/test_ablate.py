@@ -45,7 +45,7 @@ EXPERTS = MOE | {
     "year": "2026",
     "gpu": "GB200-NVL72",
 }
-ROUTED = EXPERTS | {"id": "routed", "gpu": "B200-180G"}
+ROUTED = EXPERTS | {"id": "routed", "gpu": "H100-80G-SXM"}
 MOSAIC = LLAMA | {
     "id": "mosaic",
     "framework": "llm-foundry",
