@@ -24,7 +24,7 @@ from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import Software
-from autopar.targets.job import Job, Layout, ModelShape
+from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.model_shape import shape_of
 
 UNLIMITED_BYTES = 2**50
@@ -213,12 +213,7 @@ def run_of(setting: Setting) -> Run:
         "compute": facts.precision,
         "recipe": facts.fp8,
     }
-    optional = {"grads": facts.grads, "dp_overlap": facts.dp_overlap, "tp_overlap": facts.tp_overlap, "compile": facts.compile,
-                "pp_overlap": facts.pp_overlap, "optimizer": facts.optimizer, "dropout": facts.dropout,
-                "fused_accumulation": facts.fused_accumulation}  # fmt: skip
-    row, filled = complete(
-        stated | {name: value for name, value in optional.items() if value is not None}
-    )
+    row, filled = complete(stated | _optional(facts))
 
     def make(kind: type) -> Any:
         return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
@@ -234,6 +229,15 @@ def run_of(setting: Setting) -> Run:
         row["global_batch"],
         defaulted=filled,
     )
+
+
+def _optional(facts: Facts) -> dict[str, Any]:
+    """What the job's file says of the software, by field of a run. What it leaves open is left
+    out.
+    """
+    names = ("grads", "dp_overlap", "tp_overlap", "compile", "pp_overlap", "optimizer", "dropout", "fused_accumulation")  # fmt: skip
+    found = {name: getattr(facts, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _known_gpu(cluster: ClusterSpec) -> str:

@@ -248,9 +248,9 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
     )
 
 
-def config_of(job: Job) -> dict[str, Any]:
-    """The configuration as nested data. Raises NotExpressible if Accelerate cannot run the job."""
-    by, lacking = job.layout, []
+def _lacking(by: Layout) -> list[str]:
+    """What of a layout Accelerate cannot say, each with the nearest that it can."""
+    lacking = []
     if by.pp > 1:
         lacking.append(f"a pipeline (pp={by.pp}): the nearest is FSDP with tp")
     if by.ep > 1:
@@ -275,7 +275,13 @@ def config_of(job: Job) -> dict[str, Any]:
         )
     if by.sequence_parallel:
         lacking.append("sequence parallelism over tp: the nearest is sequence_parallel=false")
-    if lacking:
+    return lacking
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """The configuration as nested data. Raises NotExpressible if Accelerate cannot run the job."""
+    by = job.layout
+    if lacking := _lacking(by):
         raise NotExpressible(f"Accelerate cannot say {'; '.join(lacking)}")
     gpus = job.gpus or by.tp * by.cp * (by.dp or 1)
     dp = by.dp_on(gpus)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from autopar.errors import AutoparError
+from autopar.targets.expansion import is_known, shown_value
 from autopar.targets.job import Finding
-from autopar.targets.shell import is_known, shown_value
 
 _TRUE = ("", "true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off", "none", "null")

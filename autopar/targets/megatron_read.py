@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 from autopar.errors import AutoparError
 from autopar.targets.arguments import Arguments, flat, options_of, read_mapping
+from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
-from autopar.targets.shell import Script, is_known, read_script, shown_value
+from autopar.targets.shell import read_script
 from autopar.targets.target import Source, vocabulary_of
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",

@@ -11,8 +11,9 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
 from autopar.targets.arguments import Arguments, flat
+from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.shell import read_script, unknown
+from autopar.targets.shell import read_script
 from autopar.targets.target import NotExpressible, Source, Target, divisors_near, multiples_near
 
 P, T = "parallelism.", "training."

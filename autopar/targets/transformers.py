@@ -11,8 +11,8 @@ from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
 from autopar.targets.accelerate import head_findings
 from autopar.targets.arguments import Arguments, read_mapping
+from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.shell import unknown
 from autopar.targets.target import NotExpressible, Source, Target, divisors_near
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.shell import Script, is_known, read_script, shown_value
+from autopar.targets.expansion import Script, is_known, shown_value
+from autopar.targets.shell import read_script
 from autopar.targets.shell_syntax import parse
 
 
