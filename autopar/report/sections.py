@@ -264,7 +264,7 @@ class PlanPage:
 
     def runners_up(self) -> Section:
         """The next candidates, each with why it lost."""
-        meshes = self.plan.certificate.meshes
+        meshes, solve_s = self.plan.certificate.meshes, self.plan.certificate.solve_time_s
         order = sorted(
             lost(meshes),
             key=lambda number: (meshes[number]["outcome"] != "solved", _least_s(meshes[number])),
@@ -275,7 +275,7 @@ class PlanPage:
         lead: list[str | Number] = [
             f"{len(meshes)} candidates were considered ({said}). ",
             "The search took ",
-            self._solve_time(),
+            Number(f"{solve_s:.3g} s", solve_s, "certificate.solve_time_s"),
             ".",
         ]
         columns = (
@@ -289,10 +289,6 @@ class PlanPage:
         )
         table = Table(columns, rows[:_RUNNERS_UP], (5,), rows[_RUNNERS_UP:])
         return Section("runners-up", "Runners-up", lead, tables=(table,) if rows else ())
-
-    def _solve_time(self) -> Number:
-        seconds = self.plan.certificate.solve_time_s
-        return Number(f"{seconds:.3g} s", seconds, "certificate.solve_time_s")
 
     def _runner_up(self, number: int) -> list[Words]:
         entry, n = self.plan.certificate.meshes[number], self.numbers

@@ -142,8 +142,15 @@ class Engine(Durable):
             wrap_recomputed(program, plan, one)
             self._compiler.compile(program)
         self.loss_scale = LossScale.of(plan.precision)
-        self._passes = Passes(
-            plan=plan,
+        self._passes = self._made_passes()
+        self._row_limits = [RowLimits(one.row_limits, self.parameters) for one in lengths]
+        self._checkpoints = Checkpoints(self)
+        self._meter = Meter(plan, self.device, self.axes["pp"].index)
+
+    def _made_passes(self) -> Passes:
+        """The object that runs passes, of what the engine has made before."""
+        return Passes(
+            plan=self.plan,
             axes=self.axes,
             device=self.device,
             programs=self._programs,
@@ -154,9 +161,6 @@ class Engine(Durable):
             compiler=self._compiler,
             stage_group=self._stage_group,
         )
-        self._row_limits = [RowLimits(one.row_limits, self.parameters) for one in lengths]
-        self._checkpoints = Checkpoints(self)
-        self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
     def _splitter(self, lengths: Sequence[TracedModel], fills_up: bool) -> BatchSplitter:
         """The object that splits batches into micro-batches. `lengths` are the traced models,
