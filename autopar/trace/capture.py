@@ -181,7 +181,9 @@ def capture(
     batch = next(tensors[name].shape[0] for name, dim in dims.items() if dim is not None)
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
     with mode:
-        sizes = {n: t.shape if dims[n] is None else (hint, *t.shape[1:]) for n, t in tensors.items()}
+        sizes = {
+            n: t.shape if dims[n] is None else (hint, *t.shape[1:]) for n, t in tensors.items()
+        }
         examples = {
             name: torch.empty(tuple(size), dtype=_cast(tensors[name], dtype), device="cpu")
             for name, size in sizes.items()
@@ -190,7 +192,12 @@ def capture(
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
         aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
-        how = {"dims": dims, "keyword": keyword, "loss_fn": loss_fn, "together": together}
+        how: dict[str, Any] = {
+            "dims": dims,
+            "keyword": keyword,
+            "loss_fn": loss_fn,
+            "together": together,
+        }
         to_capture = _Call(model, structure, copies, aliases, examples, **how)
         try:
             captured = to_capture.capture(record)
