@@ -254,6 +254,8 @@ def _check_certificate(plan: PlanFields) -> None:
         raise ValueError(
             f"status of the certificate is {shown(proof.status)}; optimal and feasible are known"
         )
+    if not 0 <= proof.tolerance < 1:
+        raise ValueError(f"tolerance={shown(proof.tolerance)} is no fraction from 0 to below 1")
     if proof.bound_s > proof.objective_s * (1 + CLOSE):
         raise ValueError(
             f"bound_s={proof.bound_s:.6g} is more than objective_s={proof.objective_s:.6g}"

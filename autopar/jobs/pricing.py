@@ -21,7 +21,7 @@ from autopar.predict.evaluate import case_of
 from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
 from autopar.predict.run import Software as RunSoftware
 from autopar.request.pins import EVEN, Pins
-from autopar.request.plan_request import PlanRequest
+from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
@@ -103,10 +103,12 @@ class Setting:
         return self._plans[key]
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
-        """The fastest plan within a restriction that fits. Raises NoPlanFits if there is none."""
+        """The simplest plan within a restriction that takes little more than the fastest, and leaves
+        memory free, as `api.plan` by default. Raises NoPlanFits if there is none.
+        """
         batch = self.job.layout.batch_on(self.gpus)
-        request = self._request(Pins(), batch, self.cluster).within(restriction)
-        return api.plan_traced(self.traced, request, time_limit_s)
+        request = self._request(Pins(), batch, self.cluster.kept_free()).within(restriction)
+        return api.plan_traced(self.traced, replace(request, tolerance=TOLERANCE), time_limit_s)
 
     def _request(self, pin: Pins, batch: int, cluster: ClusterSpec) -> PlanRequest:
         precision = self.job.facts.precision

@@ -380,6 +380,7 @@ def _no_product(*_: Any, out_shape: Any = None, **__: Any) -> int:
 _FORMULAS = {
     torch.ops.autopar.gather_sum: _no_product,
     torch.ops.autopar.gather_dot: _no_product,
+    torch.ops.autopar.merge_attention: _no_product,
     _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     _aten._grouped_mm: _grouped_mm,

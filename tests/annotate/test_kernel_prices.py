@@ -628,7 +628,7 @@ def test_plans_are_for_a_software(llama):
     assert eager.made_for.software == {}
     assert fast.made_for.software == {"compiled": True, "matmul_dtype": "fp8"}
     assert Software.from_data(fast.made_for.software) == Software(compiled=True, matmul_dtype="fp8")
-    assert " torch.compile, fp8 linear layers\n" in autopar.explain(fast) + "\n"
+    assert " torch.compile, fp8 linear layers\n" in f"{autopar.explain(fast)}\n"
     with pytest.raises(AutoparError, match="no fp8 rate"):
         autopar.plan(
             model,

@@ -84,7 +84,8 @@ def edited(data: dict, path: tuple, change: Callable[[Any, Any], None]) -> dict:
 
 FREE = {"solve_time_s", "space", "notes", "runnable", "model_name", "cluster_name", "cost_model_version", "mfu", "tokens_per_s",
         "host_bytes", "memory", "peak_memory_bytes", "meshes", "ledger", "gap", "objective_s", "bound_s", "digest", "breakdown", "devices",
-        "reason", "status", "made_for", "details"}  # fmt: skip
+        "reason", "status", "made_for", "details", "tolerance", "fastest", "simpler_left", "runners_up", "headroom",
+        "unlimited_s"}  # fmt: skip
 """What no rank reads: an edit of these changes what is said of a plan, not what it does."""
 LEGAL = {"precision", "recompute", "zero", "shard", "offload", "micro_batch_mean"}
 """Choices of which several are plans."""

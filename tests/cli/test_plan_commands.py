@@ -89,9 +89,9 @@ def test_why_not_of_a_saved_plan(saved):
 
 @pytest.mark.parametrize(("asked", "words"), [
     (["llama-tiny", "h100:4", "--global-batch", "16", "--seq", "16"], "for 8 sequences a step; ask with --global-batch 8"),
-    (["llama-tiny", "h100:8", "--global-batch", "8", "--seq", "16"], "this is h100:8 (8 devices): plan again"),
+    (["llama-tiny", "h100:8", "--global-batch", "8", "--seq", "16"], "they differ in devices_per_node 4 -> 8: plan again"),
     (["gpt-tiny", "h100:4", "--global-batch", "8", "--seq", "16"], "plan again"),
-    (["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "32"], "this model has structure"),
+    (["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "32"], "on sequences of 16 tokens, and this model reads 32"),
     ([*TASK, "--precision", "fp32"], "the saved plan is for bf16; ask with --precision bf16"),
 ])  # fmt: skip
 def test_why_not_of_a_plan_for_something_else(saved, asked, words):

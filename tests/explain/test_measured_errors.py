@@ -56,7 +56,7 @@ def test_a_report_names_the_error_and_the_nearest_run(plan):
     found = evidence(plan, "h100")
     assert found is not None and found.error.kind == "tensor parallelism"
     assert kind_of(found.nearest) == "tensor parallelism" and found.same_device
-    shown = " ".join(autopar.explain(plan).split())
+    shown = " ".join(str(autopar.explain(plan)).split())
     assert "such predictions off by" in shown and found.nearest.id in shown
     other = evidence(plan, "t4")
     assert other is not None and "no run on this device is known" in str(other)
@@ -77,4 +77,4 @@ def test_pipelines_and_experts_have_rows_of_their_own():
         and details["backward"] > details["forward"]
     )
     assert sum(details.values()) == pytest.approx(plan.predicted.breakdown["stages"], rel=0.2)
-    assert "all-to-all of experts" in autopar.explain(plan)
+    assert "all-to-all of experts" in str(autopar.explain(plan))

@@ -231,10 +231,21 @@ def test_what_the_command_line_does_not_know_is_no_remedy():
         ladder.what
         for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))
     ]
-    assert kinds == ["tp", "pp", "vpp", "pins", "offload", "offload", "global_batch", "devices"]
+    assert kinds == [
+        "tp",
+        "pp",
+        "vpp",
+        "pins",
+        "headroom",
+        "offload",
+        "offload",
+        "global_batch",
+        "devices",
+    ]
     gone = {
         ladder.what: ladder.rungs[-1]
         for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))
+        if ladder.rungs
     }
     assert gone["pp"].ask.pin == {"tp": 2} and gone["pp"].words == "without pp=2,vpp=2"
 

@@ -99,7 +99,7 @@ def test_headroom_is_kept_and_its_price_printed():
     assert max(plan.predicted.peak_memory_bytes) <= 0.8 * tight.device.memory_bytes
     assert plan.certificate.headroom == 0.2 and plan.certificate.unlimited_s is not None
     assert plan.certificate.unlimited_s <= plan.predicted.step_time_s * (1 + 1e-9)
-    assert "20.0 % kept free" in " ".join(explain(plan).split())
+    assert "(20.0 %) kept free" in " ".join(explain(plan).split())
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, float("nan")])

@@ -54,14 +54,15 @@ def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path, monkeypatch):
         "gpus": "8", "tp": "8", "pp": "1", "dp": "1", "micro_batch": "4", "global_batch_seqs": "4", "hidden": "4096", "heads": "32",
         "kv_heads": "32", "ffn_hidden": "16384", "vocab": "51200", "recompute": "none", "sp": "1.0", "extra_opts": "",
     })  # fmt: skip
-    case, plan = case_of(run), evaluate._plan
+    case, request = case_of(run), evaluate._request
     pinned, seen = price(case), []
 
-    def narrowly(case, traced, pin, *limits):
+    def narrowly(case, pin, memory_bytes):
         seen.append(pin)
-        return plan(case, traced, {"tp": 8, "micro_batch": 4, "recompute": "none"} | pin, *limits)
+        narrow = {"tp": 8, "micro_batch": 4, "recompute": "none"} | pin
+        return request(case, narrow, memory_bytes)
 
-    monkeypatch.setattr(evaluate, "_plan", narrowly)
+    monkeypatch.setattr(evaluate, "_request", narrowly)
     free = plan_freely(case, round(1.001 * pinned.peak_memory_bytes))
     assert case.software.gathers_again and seen == [{}, {"sequence_parallel": True}]
     assert free.predicted.step_time_s <= pinned.step_time_s * (1 + 1e-9)

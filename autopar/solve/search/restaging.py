@@ -69,9 +69,10 @@ class Restager:
 
     def solver(self, part: Part) -> UniformSolver:
         """A new solver of `part`. Its result does not depend on what was solved before."""
+        annotate = self.annotate  # a cell that held `self` would live until cycles are looked for
 
         def model_of(candidate: Candidate) -> ModelOf:
-            return cache(lambda mode: self.annotate(replace(candidate, recompute=mode)))
+            return cache(lambda mode: annotate(replace(candidate, recompute=mode)))
 
         first, *others = map(model_of, part.group)
         key = self.cell_of(part.group[0]), part.modes
