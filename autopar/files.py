@@ -35,18 +35,27 @@ def path_of(path: Any, what: str) -> Path:
     return Path(text)
 
 
-def yaml_loader() -> Any:
-    """A class like yaml.SafeLoader that reads numbers as YAML 1.2 does: 24e9 and 1.5e12 are floats.
-    YAML 1.1, and so PyYAML, takes them for texts.
+def yaml_loader(base: Any = None) -> Any:
+    """A class like `base` (default: yaml.SafeLoader) that reads numbers as YAML 1.2 does: 24e9 and
+    1.5e12 are floats. YAML 1.1, and so PyYAML, takes them for texts.
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(base or yaml.SafeLoader):  # type: ignore[misc]
         pass
 
     number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     return Loader
+
+
+def shipped_yaml(path: Path) -> Any:
+    """The data of a YAML file of the package, read by libyaml where PyYAML has it, which is ten
+    times as fast. For users' files `yaml_loader` is meant, whose messages of errors are its own.
+    """
+    import yaml
+
+    return yaml.load(path.read_text(), yaml_loader(getattr(yaml, "CSafeLoader", None)))
 
 
 def reason_of(error: BaseException) -> str:
@@ -74,6 +83,18 @@ def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
         raise AutoparError(f"{what} {found} does not exist{hint()}") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise AutoparError(f"cannot read {what} {found}: {reason_of(error)}") from None
+
+
+def made_folder(path: Any) -> Path:
+    """The folder `path`, which is made, with those around it, if it is missing. Raises AutoparError
+    if that fails.
+    """
+    folder = path_of(path, "folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AutoparError(f"cannot make the folder {folder}: {reason_of(error)}") from None
+    return folder
 
 
 def write_text(path: Any, text: str, what: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from string import Template
 
 import click
 
 from autopar.cli import options
 from autopar.errors import AutoparError
-from autopar.files import path_of, reason_of, write_text
+from autopar.files import made_folder, write_text
 
 SCRIPT, CLUSTER_FILE = "train.py", "cluster.yaml"
 _TRAIN = Template('''\
@@ -125,7 +124,7 @@ def init(
         batch=global_batch or 8 * at.num_devices,
         seq=seq or spec.max_seq or 512,
     )
-    folder = _folder(directory)
+    folder = made_folder(directory)
     files = {folder / SCRIPT: text, folder / CLUSTER_FILE: at.to_yaml()}
     if there := [str(path) for path in files if path.exists() and not force]:
         raise AutoparError(
@@ -135,12 +134,3 @@ def init(
         write_text(path, content, "file")
     click.echo(f"Written: {', '.join(map(str, files))}")
     click.echo(f"Next: python {folder / SCRIPT} --plan")
-
-
-def _folder(directory: str) -> Path:
-    folder = path_of(directory, "folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise AutoparError(f"cannot make the folder {folder}: {reason_of(error)}") from None
-    return folder

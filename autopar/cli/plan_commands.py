@@ -205,10 +205,10 @@ def explain(
             _refuse(error, planned, pins, as_json)
         plan = planned.compared_with_free(chosen.plan, pins) if objective == "time" else chosen.plan
         counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
-        checks: list[Replay | Audit] = (
-            [planned.replay(plan, planned.pins_within(pins), chosen.cluster)] if replays else []
-        )
         within = planned.pins_within(pins)
+        checks: list[Replay | Audit] = (
+            [planned.replay(plan, within, chosen.cluster)] if replays else []
+        )
         checks += [planned.audit(plan, within, chosen.cluster)] if audits else []
         report = planned.report(plan, within, counts, chosen.cluster) if drawn.wanted else None
     if save:

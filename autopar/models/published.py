@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from autopar.files import yaml_loader
+from autopar.files import shipped_yaml
 
 _FILE = Path(__file__).with_name("published.yaml")
 _LAYERS = (
@@ -80,9 +80,7 @@ class PublishedModel:
 @lru_cache(maxsize=1)
 def published_models() -> dict[str, PublishedModel]:
     """All named models by name, in the order of the file. The dict is shared: do not modify it."""
-    import yaml
-
-    groups = yaml.load(_FILE.read_text(), yaml_loader())  # a SafeLoader
+    groups = shipped_yaml(_FILE)
     return {
         name: _model(name, group, dims)
         for group in groups

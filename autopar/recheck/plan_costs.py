@@ -45,7 +45,7 @@ class StageCost:
     for one micro-batch.
 
     Attributes:
-        times: seconds of forward and backward.
+        times: seconds of forward and backward. The first stage has its whole backward in `weight_s`.
         kept_bytes: bytes that stay from forward to backward.
         moment_bytes: peak bytes that backward needs on top, less what it has freed by then.
         split_moment_bytes: `moment_bytes` if the backward runs in two parts.
@@ -488,8 +488,10 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
     ends = [segment for segment in run if segment.class_index == last]
     kept = sum(segment.kept_bytes for segment in run) + sent_bytes
     whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
-    if not first:  # torch runs it in one
-        return StageCost(stage_times(run), kept, whole, whole, 0, 0)
+    if not first:  # torch runs its whole backward where gradients of parameters are due
+        times = stage_times(run)
+        times = replace(times, weight_s=times.backward_s)
+        return StageCost(times, kept, whole, whole, 0, 0)
     given_back = sum(max(-segment.late_bytes, 0) for segment in ends)
     split = fullest_moment(run, last, given_back, True)
     late = sum(max(segment.late_bytes, 0) for segment in run)

@@ -13,8 +13,8 @@ may lie between that and the sum of both peaks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +166,6 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
-    # torch runs the whole backward of the first stage where weights are due
-    times[0] = replace(times[0], weight_s=times[0].backward_s)
     played = simulate_pipeline(actions, times, costs.hop_s)
     busiest_s = max(played.busy_s(rank) for rank in range(plan.mesh.pp))
     held = [held_bytes(todo, costs.stages) for todo in actions]
@@ -192,24 +190,11 @@ def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int
     bytes that wait between two parts of backwards, and transient bytes of an action. On a rank with
     several stages, the second counts what the first part of a backward frees as kept.
     """
-    kept = late = given_back = peak = 0
-    several = len({action.stage for action in todo}) > 1
-    most = [0, 0, 0]
-    for action in todo:
-        stage = stages[action.stage]
-        kept += stage.kept_bytes if action.kind == "F" else 0
-        late += stage.late_bytes if action.kind == "I" else 0
-        needed = {"F": 0, "B": stage.moment_bytes}.get(action.kind, stage.split_moment_bytes)
-        most = [
-            max(pair)
-            for pair in zip(most, (kept - given_back * (not several), late, needed), strict=True)
-        ]
-        peak = max(peak, kept - given_back + late + needed)
-        given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(
-            action.kind, 0
-        )
-        kept -= stage.kept_bytes if action.kind in "BW" else 0
-        late -= stage.late_bytes if action.kind == "W" else 0
+    peak, most, several = 0, [0, 0, 0], len({action.stage for action in todo}) > 1
+    for held, _ in held_states(todo, stages):
+        kept = held.kept - held.given_back * (not several)
+        most = [max(pair) for pair in zip(most, (kept, held.late, held.needed), strict=True)]
+        peak = max(peak, held.resting + held.needed)
     return peak, sum(most)
 
 
@@ -219,3 +204,38 @@ def _signed(share: float) -> str:
 
 def _more(share: float) -> str:
     return f"{abs(100 * share):.2f} % {'more' if share > 0 else 'less'} than predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a rank holds besides static ones: kept by forwards, late ones between two parts of
+    backwards, those of `kept` that first parts have given back, and those that an action needs
+    while it runs.
+    """
+
+    kept: int = 0
+    late: int = 0
+    given_back: int = 0
+    needed: int = 0
+
+    @property
+    def resting(self) -> int:
+        """Bytes without what an action needs."""
+        return self.kept - self.given_back + self.late
+
+
+def held_states(todo: Iterable[Action], stages: Sequence[StageCost]) -> Iterator[tuple[Held, Held]]:
+    """For each action of a rank, in order: what is held while it runs, and after it. A forward
+    counts what it keeps from its start on. `stages` has the costs of all stages of the plan.
+    """
+    kept = late = given_back = 0
+    for action in todo:
+        kind, stage = action.kind, stages[action.stage]
+        kept += stage.kept_bytes if kind == "F" else 0
+        late += stage.late_bytes if kind == "I" else 0
+        needed = {"F": 0, "B": stage.moment_bytes}.get(kind, stage.split_moment_bytes)
+        running = Held(kept, late, given_back, needed)
+        given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(kind, 0)
+        kept -= stage.kept_bytes if kind in "BW" else 0
+        late -= stage.late_bytes if kind == "W" else 0
+        yield running, Held(kept, late, given_back)

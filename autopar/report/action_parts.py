@@ -158,7 +158,7 @@ class SegmentParts:
         """
         strategy, axes = self.segment.chosen[op.name], self._copies(op)
         gathers = tuple(f"all_gather over {axis}" for axis in axes)
-        reduces = tuple(f"reduce_scatter over {axis}" for axis in axes) if axes else ()
+        reduces = tuple(f"reduce_scatter over {axis}" for axis in axes)
         if op.kind == "input":
             return _Costed(strategy, ("all_gather over tp",), ("all_gather over tp",))
         both = gathers + reduces if self.plan.zero == 3 else reduces

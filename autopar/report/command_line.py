@@ -5,7 +5,7 @@ from __future__ import annotations
 from shlex import quote
 
 from autopar.ir.plan import Plan
-from autopar.request.pins import PINS
+from autopar.request.pins import pin_text, pins_of
 
 _DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "off", "schedule": "none"}
 
@@ -25,14 +25,6 @@ def command_line(plan: Plan, model: str, cluster: str, seq: int | None = None) -
 
 def pins_text(plan: Plan) -> str:
     """The plan's choices as the text of `--pin`; what has its default value is left out."""
-    found = {}
-    for name, pin in PINS.items():
-        value = pin.of_plan(plan)
-        if value is None or value == _DEFAULTS.get(name) or value == "mixed":
-            continue
-        if name == "order" and not plan.mesh.order:
-            continue
-        if name in ("cp", "ep") and value == 1:
-            continue
-        found[name] = value
-    return ",".join(f"{name}={value}" for name, value in found.items())
+    return pin_text(
+        {name: value for name, value in pins_of(plan).items() if value != _DEFAULTS.get(name)}
+    )

@@ -22,9 +22,11 @@ def pareto_front(plan: Plan) -> list[int]:
     """
     meshes = plan.certificate.meshes
     found, least = [], float("inf")
-    for number in sorted(_solved(plan), key=lambda k: (meshes[k]["time_s"], _held(meshes[k]))):
-        if _held(meshes[number]) < least:
-            least = _held(meshes[number])
+    for number in sorted(
+        _solved(plan), key=lambda k: (meshes[k]["time_s"], meshes[k]["memory_bytes"])
+    ):
+        if meshes[number]["memory_bytes"] < least:
+            least = meshes[number]["memory_bytes"]
             found.append(number)
     return found
 
@@ -37,13 +39,13 @@ def pareto_figure(plan: Plan, numbers: Numbers) -> Svg:
     front = [k for k in pareto_front(plan) if k in set(shown)]
     figure = Svg("pareto", "Time against memory of candidates", _WIDE, _TALL)
     times = [meshes[k]["time_s"] for k in shown]
-    sizes = [_held(meshes[k]) for k in shown]
+    sizes = [meshes[k]["memory_bytes"] for k in shown]
     low, high = log10(min(times)), log10(max(times))
     least, most = min(sizes), max(sizes)
 
     def place(number: int) -> tuple[float, float]:
         across = (log10(meshes[number]["time_s"]) - low) / ((high - low) or 1.0)
-        up = (_held(meshes[number]) - least) / ((most - least) or 1)
+        up = (meshes[number]["memory_bytes"] - least) / ((most - least) or 1)
         return _LEFT + 12 + across * (_WIDE - _LEFT - 40), _TALL - _BOTTOM - 14 - up * (
             _TALL - _BOTTOM - 44
         )
@@ -51,7 +53,7 @@ def pareto_figure(plan: Plan, numbers: Numbers) -> Svg:
     figure.line(_LEFT, _TALL - _BOTTOM, _WIDE - 8, _TALL - _BOTTOM)
     figure.line(_LEFT, 12, _LEFT, _TALL - _BOTTOM)
     by_time = sorted(shown, key=lambda number: meshes[number]["time_s"])
-    by_size = sorted(shown, key=lambda number: _held(meshes[number]))
+    by_size = sorted(shown, key=lambda number: meshes[number]["memory_bytes"])
     fastest, slowest, smallest, fullest = by_time[0], by_time[-1], by_size[0], by_size[-1]
     figure.text(
         _LEFT + 12, _TALL - 24, numbers.ms(f"certificate.meshes.{fastest}.time_s"), "soft", "middle"
@@ -90,10 +92,5 @@ def _solved(plan: Plan) -> list[int]:
     ]
 
 
-def _held(entry: dict[str, Any]) -> int:
-    held = entry["memory_bytes"]
-    return max(held) if isinstance(held, (list, tuple)) else held
-
-
 def _words(entry: dict[str, Any]) -> str:
-    return f"{mesh_words(entry['mesh'])}, micro-batch {entry['micro_batch']}: {ms(entry['time_s'])}, {gib(_held(entry))}"
+    return f"{mesh_words(entry['mesh'])}, micro-batch {entry['micro_batch']}: {ms(entry['time_s'])}, {gib(entry['memory_bytes'])}"

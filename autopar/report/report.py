@@ -13,7 +13,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.explaining.lints import Finding
 from autopar.explaining.plan_report import BlockCounts, explain, plan_data
-from autopar.files import path_of, reason_of, write_text
+from autopar.files import made_folder, path_of, write_text
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.report.assumptions import assumptions
@@ -107,11 +107,7 @@ class Report:
         """Write each figure to a file of the folder `directory`, which is made if it is missing.
         Returns the paths. Raises AutoparError if that fails.
         """
-        folder, found = path_of(directory, "folder"), []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise AutoparError(f"cannot make the folder {folder}: {reason_of(error)}") from None
+        folder, found = made_folder(directory), []
         for figure in self.svgs():
             found.append(folder / f"{figure.name}.svg")
             write_text(found[-1], figure.standalone(), "figure")

@@ -25,9 +25,11 @@ from autopar.recheck.plan_costs import (
     segments_by_rank,
     stage_segments,
 )
+from autopar.recheck.replay import held_states
 from autopar.report.action_parts import SegmentParts
 from autopar.report.timeline import Holding, Memory, Message, Part, Slice, Timeline
 from autopar.request.plan_request import PlanRequest
+from autopar.text.device_words import groups_by_rank
 
 _CLOSE = 1e-6
 """Relative difference that rounding may leave between an action and the sum of its parts."""
@@ -50,13 +52,11 @@ def simulated_step(plan: Plan, traced: TracedModel, request: PlanRequest) -> Tim
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
-    # torch runs the whole backward of the first stage where weights are due
-    times[0] = replace(times[0], weight_s=times[0].backward_s)
     played = simulate_pipeline(actions, times, costs.hop_s)
     parts, updates = _parts(plan, traced, request, actions)
     _check_parts(parts, times)
     update_s = max(costs.step_s)
-    limits = [request.cluster.groups[group].device.memory_bytes for group in plan.mesh.groups]
+    limits = [group.device.memory_bytes for group in groups_by_rank(plan, request.cluster)]
     return Timeline(
         schedule=plan.schedule,
         micro_batches=plan.num_microbatches,
@@ -191,15 +191,9 @@ def holdings(played: Simulation, rank: int, stages: Sequence[StageCost]) -> Iter
     """What a rank holds besides static bytes, at the start and at the end of each action. A forward
     counts what it keeps from its start on.
     """
-    kept = late = given_back = 0
     yield Holding(0.0, 0, 0)
-    for span in played.timelines[rank]:
-        kind, stage = span.action.kind, stages[span.action.stage]
-        kept += stage.kept_bytes if kind == "F" else 0
-        late += stage.late_bytes if kind == "I" else 0
-        needed = {"F": 0, "B": stage.moment_bytes}.get(kind, stage.split_moment_bytes)
-        yield Holding(span.start_s, kept - given_back + late, needed)
-        given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(kind, 0)
-        kept -= stage.kept_bytes if kind in "BW" else 0
-        late -= stage.late_bytes if kind == "W" else 0
-        yield Holding(span.end_s, kept - given_back + late, 0)
+    spans = played.timelines[rank]
+    states = held_states((span.action for span in spans), stages)
+    for span, (running, after) in zip(spans, states, strict=True):
+        yield Holding(span.start_s, running.resting, running.needed)
+        yield Holding(span.end_s, after.resting, 0)

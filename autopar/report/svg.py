@@ -39,10 +39,9 @@ COLOURS = {
     "m-transient": ("#d55e00", "#ec7d2a"),
 }
 """The fill of each class, on a light and on a dark page."""
-STRIPED = ("c-recompute", "c-tp", "c-cp", "c-ep", "c-dp", "m-kept", "m-transient")
-"""Classes that are also striped, so that they can be told apart without colour."""
 _SLANTS = {"c-recompute": 0, "c-tp": 45, "c-cp": 90, "c-ep": 20, "c-dp": 135, "m-kept": 45,
            "m-transient": 135}  # fmt: skip
+"""Degrees of the stripes of classes that are also striped, so that they can be told apart without colour."""
 _INK = {"ink": ("#1c1e21", "#e8e9ea"), "soft": ("#5b6067", "#a3a8ae"), "line": ("#c4c8cd", "#44484d"),
         "page": ("#ffffff", "#17181a"), "box": ("#f7f7f8", "#202225"), "bad": ("#b3261e", "#f2796f")}  # fmt: skip
 
@@ -63,11 +62,11 @@ class Svg:
     def rect(self, x: float, y: float, w: float, h: float, cls: str, title: str = "") -> None:
         """A rectangle; a title is shown when the pointer is on it."""
         box = f'x="{_n(x)}" y="{_n(y)}" width="{_n(w)}" height="{_n(h)}"'
-        self._add("rect", f'class="{cls}" {box}', title, cls)
+        self._add("rect", f'class="{cls}" {box}', title)
 
     def path(self, d: str, cls: str, title: str = "") -> None:
         """A path, in the language of the attribute `d`."""
-        self._add("path", f'class="{cls}" d="{d}"', title, cls)
+        self._add("path", f'class="{cls}" d="{d}"', title)
 
     def boxes(self, boxes: Iterable[tuple[float, float, float, float]], cls: str) -> None:
         """Many rectangles (x, y, width, height) of one class, as one path."""
@@ -108,7 +107,7 @@ class Svg:
             at += wide + 8
         return y + 20
 
-    def _add(self, tag: str, attributes: str, title: str, cls: str) -> None:
+    def _add(self, tag: str, attributes: str, title: str) -> None:
         inside = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
         self.parts.append(f"<{tag} {attributes}{inside}")
 
@@ -157,13 +156,13 @@ def patterns() -> str:
         f'<pattern id="p-{name}" width="5" height="5" patternUnits="userSpaceOnUse"'
         f' patternTransform="rotate({_SLANTS[name]})"><rect width="5" height="5" style="fill:var(--{name})"/>'
         f'<path d="M0 0h5" style="stroke:var(--page);stroke-width:1.1;opacity:.55"/></pattern>'
-        for name in STRIPED
+        for name in _SLANTS
     )
     return f"<defs>{found}</defs>"
 
 
 def _fill(name: str) -> str:
-    return f"url(#p-{name})" if name in STRIPED else f"var(--{name})"
+    return f"url(#p-{name})" if name in _SLANTS else f"var(--{name})"
 
 
 def _n(value: float, decimals: int = 2) -> str:

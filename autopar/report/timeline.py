@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import fsum
 
 from autopar.recheck.plan_costs import StaticBytes
@@ -120,7 +121,7 @@ class Memory:
         return self.static.total + self.peak.kept_bytes + self.peak.transient_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """One simulated step of a plan.
 
@@ -154,7 +155,7 @@ class Timeline:
         """Number of pipeline ranks."""
         return len(self.lines)
 
-    @property
+    @cached_property
     def busiest(self) -> int:
         """The pipeline rank that works longest in the step."""
         return max(
@@ -194,7 +195,7 @@ class Timeline:
                 counts[piece.kind, piece.stage] += 1
         return counts
 
-    @property
+    @cached_property
     def fold(self) -> tuple[float, float] | None:
         """(start, end) in seconds of the middle of the step that pictures and traces leave out.
         None with up to `FOLDED_BEYOND` micro-batches.
@@ -216,7 +217,7 @@ class Timeline:
         """
         yield from outside(self.lines[rank], self.fold)
 
-    @property
+    @cached_property
     def folded(self) -> int:
         """How many actions of all ranks lie inside the fold; 0 without one."""
         if (fold := self.fold) is None:

@@ -10,7 +10,7 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from autopar.files import yaml_loader
+from autopar.files import shipped_yaml
 from autopar.ir.plan import Plan
 from autopar.text.layout_words import is_experts
 from autopar.text.units import percent
@@ -86,9 +86,7 @@ class Evidence:
 @lru_cache(maxsize=1)
 def measured() -> tuple[dict[str, KindError], tuple[Run, ...]]:
     """(errors by kind, all runs) as the package ships them."""
-    import yaml
-
-    data = yaml.load(FILE.read_text(), yaml_loader())  # a SafeLoader
+    data = shipped_yaml(FILE)
     return (
         {row["kind"]: KindError(**row) for row in data["kinds"]},
         tuple(Run(**run) for run in data["runs"]),

@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -106,36 +107,23 @@ _LIBRARY.impl(
 )
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    *more: Any,
-    **others: Any,
-) -> Tensor | None:
-    """F.embedding without `max_norm`, its ids marked (`row_limits.py`). None without `max_norm`."""
-    if max_norm is None:
-        return None
-    ids = torch.ops.autopar.limits_rows(input, weight.detach(), float(max_norm), float(norm_type))
-    return F.embedding(ids, weight, padding_idx, None, 2.0, *more, **others)
+def _with_limit(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """`function` (F.embedding or F.embedding_bag) without `max_norm`, its ids marked
+    (`row_limits.py`). The function returned gives None for a call without `max_norm`.
+    """
 
+    def marked(*args: Any, **kwargs: Any) -> Tensor | None:
+        call = signature(function).bind(*args, **kwargs)
+        given = call.arguments
+        if (max_norm := given.get("max_norm")) is None:
+            return None
+        limit = float(max_norm), float(given.get("norm_type", 2.0))
+        table = given["weight"].detach()
+        given["input"] = torch.ops.autopar.limits_rows(given["input"], table, *limit)
+        given["max_norm"] = None
+        return function(*call.args, **call.kwargs)
 
-def _embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    *more: Any,
-    **others: Any,
-) -> Tensor | None:
-    """F.embedding_bag without `max_norm`, likewise."""
-    if max_norm is None:
-        return None
-    ids = torch.ops.autopar.limits_rows(input, weight.detach(), float(max_norm), float(norm_type))
-    return F.embedding_bag(ids, weight, offsets, None, 2.0, *more, **others)
+    return marked
 
 
 RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
@@ -143,7 +131,7 @@ RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
     Tensor.take_along_dim: _take_along_dim,
     torch.linspace: _linspace,
     F.gaussian_nll_loss: _gaussian_nll_loss,
-    F.embedding: _embedding,
-    F.embedding_bag: _embedding_bag,
+    F.embedding: _with_limit(F.embedding),
+    F.embedding_bag: _with_limit(F.embedding_bag),
 }
 """The replacement of each function. It returns None if the function itself must be used."""
