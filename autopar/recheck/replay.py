@@ -208,9 +208,9 @@ def _more(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that a rank holds besides static ones: kept by forwards, late ones between two parts of
-    backwards, those of `kept` that first parts have given back, and those that an action needs
-    while it runs.
+    """Bytes that a rank holds besides static ones. `kept` is what forwards keep, of which first
+    parts of backwards have freed `given_back`. `late` waits between two parts of a backward.
+    `needed` is what an action needs while it runs.
     """
 
     kept: int = 0

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import DEVICES, NODES, Device, NodePreset
 
-from autopar.models.published import ALIASES, PublishedModel, published_models
 from autopar.text.measured import device_errors
 from autopar.text.tables import grid
 from autopar.text.units import count, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+    from autopar.models.published import PublishedModel
 
 _DTYPES = ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64")
 
@@ -26,6 +27,8 @@ def _chosen(names: Sequence[str], words: Sequence[str]) -> list[str]:
 
 def models_data(words: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The named models whose names contain each of `words`, as plain data."""
+    from autopar.models.published import published_models
+
     models = published_models()
     return [
         {
@@ -42,6 +45,8 @@ def models_table(words: Sequence[str] = ()) -> Group:
     """The named models as a rich renderable: parameters, layers, sequence and source."""
     from rich.console import Group
     from rich.text import Text
+
+    from autopar.models.published import ALIASES, published_models
 
     models = published_models()
     rows = [_model_row(models[name]) for name in _chosen(list(models), words)]
