@@ -8,7 +8,6 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.targets.from_plan import job_of_plan
 from autopar.targets.job import Exported, Job, ModelShape
-from autopar.targets.model_shape import shape_of
 from autopar.targets.registry import target_of
 from autopar.text.plan_words import named_cluster
 
@@ -44,6 +43,7 @@ def exported_job(plan: Plan, target: str, model: str | None = None) -> tuple[Job
 
 def _shape(model: str, asked: bool) -> ModelShape:
     from autopar.models import parse_model
+    from autopar.targets.model_shape import shape_of
 
     try:
         return shape_of(parse_model(model)) or ModelShape()

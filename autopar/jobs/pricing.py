@@ -138,7 +138,7 @@ def setting_of(
 def pins_of(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
     """The pins that fix a layout on `gpus` devices, for a model with `layers` layers."""
     dp = layout.dp_on(gpus)
-    number = layout.batch_on(gpus) // (dp * layout.micro_batch)
+    number = layout.micro_batches_on(gpus)
     pin: dict[str, Any] = {
         name: getattr(layout, name) for name in ("tp", "pp", "cp", "micro_batch")
     }

@@ -7,9 +7,9 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.arguments import Arguments, flat, read_mapping
+from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.target import NotExpressible, Source, Target, divisors_near
+from autopar.targets.target import NotExpressible, Source, Target, head_findings, heads_divide
 
 _NEUTRAL = re.compile(
     r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"
@@ -36,7 +36,7 @@ def _reads(source: Source) -> bool:
 def read(source: Source) -> Job:
     """The job of an Accelerate configuration. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
-    args = Arguments({path: str(value) for path, value in flat(data).items()})
+    args = Arguments(flat_texts(data))
     if not {"distributed_type", "fsdp_config", "parallelism_config"} & set(data):
         raise AutoparError(f"no job: {source.name} has neither distributed_type nor fsdp_config")
     odd = sorted(set(data) - _TOP)
@@ -54,7 +54,7 @@ def read(source: Source) -> Job:
     layout = {"DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}.get(kind, _fsdp)(args, kind)
     if kind in ("NO", "MULTI_CPU", "TPU", "XLA"):
         args.find("note", f"distributed_type {kind} is read as data parallelism without sharding")
-    read_names = {name: value for name, value in args.values.items() if name in args.read}
+    read_names = args.used
     return Job("accelerate", ModelShape(), layout, gpus, gpus // nodes if gpus and gpus % nodes == 0 else None, None, facts,
                read_names, args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
 
@@ -201,21 +201,15 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
                 ("parallelism_config_sp_size: 1", "parallelism_config_cp_size: 1"),
             )
         )
-    return [*found, *head_findings(job)]
+    return [*found, *late_findings(job)]
 
 
-def head_findings(job: Job) -> list[Finding]:
+def late_findings(job: Job) -> list[Finding]:
     """A finding if tp does not divide the heads, or cp the sequence. Transformers' plans fail late
     there, with a shape.
     """
-    by, shape, found = job.layout, job.shape, list[Finding]()
-    for name, heads in (
-        ("attention heads", shape.heads),
-        ("heads of keys and values", shape.kv_heads),
-    ):
-        if heads and heads % by.tp:
-            found.append(Finding("refused", f"tp={by.tp} does not divide {heads} {name}", "shape ... is invalid for input of size",
-                                 tuple(f"tp {d}" for d in divisors_near(heads, by.tp))))  # fmt: skip
+    by = job.layout
+    found = [*head_findings(job, "shape ... is invalid for input of size", "tp")]
     if job.seq and by.cp > 1 and job.seq % (2 * by.cp):
         found.append(
             Finding(
@@ -232,11 +226,10 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
 
     def allows(choice: Any) -> bool:
         mesh = choice.mesh
-        heads = shape.kv_heads or shape.heads
         plain = mesh.tp * mesh.cp == 1 or mesh.dp * mesh.cp == 1
         return (
             mesh.pp == mesh.ep == 1
-            and not (heads and heads % mesh.tp)
+            and heads_divide(shape, mesh.tp)
             and not (mesh.cp > 1 and seq % (2 * mesh.cp))
             and choice.zero != 1
             and (choice.zero > 0 or plain)
@@ -320,7 +313,7 @@ def config_of(job: Job) -> dict[str, Any]:
 
 def flags_of(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
-    return {path: str(value) for path, value in flat(config_of(job)).items()}
+    return flat_texts(config_of(job))
 
 
 def write(job: Job) -> Exported:
@@ -328,7 +321,7 @@ def write(job: Job) -> Exported:
     import yaml
 
     by, gpus = job.layout, job.gpus or 1
-    number = by.batch_on(gpus) // (by.micro_batch * by.dp_on(gpus))
+    number = by.micro_batches_on(gpus)
     losses = (
         f"batches: set per_device_train_batch_size={by.micro_batch} and gradient_accumulation_steps={number} in the training script",
         *((f"sequences of {job.seq} tokens: the data decides",) if job.seq else ()),

@@ -93,6 +93,11 @@ class Arguments:
         what = f"{name} is {shown_value(value)}, which cannot be determined from the file"
         self.find("unknown", what, legal=(f"write the value of {name} in its place",))
 
+    @property
+    def used(self) -> dict[str, str]:
+        """The options that were read so far, by name."""
+        return {name: value for name, value in self.values.items() if name in self.read}
+
     def rest(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
         """The options that were not read and do not match `neutral`, as `name=value`."""
         left = [
@@ -146,6 +151,11 @@ def without_comments(text: str) -> str:
     pattern = r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/'
     bare = re.sub(pattern, lambda match: match[1] or "", text, flags=re.DOTALL)
     return re.sub(r'("(?:\\.|[^"\\])*")|,(\s*[}\]])', lambda m: m[1] or m[2], bare)
+
+
+def flat_texts(data: Mapping[str, object]) -> dict[str, str]:
+    """Nested data by dotted path, as texts."""
+    return {path: str(value) for path, value in flat(data).items()}
 
 
 def flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -11,7 +11,7 @@ from autopar.targets.megatron_read import job_of, read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
 from autopar.targets.megatron_write import flags_of as megatron_flags
 from autopar.targets.shell import read_script
-from autopar.targets.target import NotExpressible, Source, Target
+from autopar.targets.target import NotExpressible, Source, Target, torchrun
 
 _NAMES = {
     "num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
@@ -126,10 +126,7 @@ def write(job: Job) -> Exported:
     job.
     """
     lines = [f"    {path}={_quoted(value)}" for path, value in flags_of(job).items()]
-    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
-    nodes = max(1, (job.gpus or per_node) // per_node)
-    command = f"torchrun --nproc-per-node {per_node} --nnodes {nodes} run_recipe.py"
-    text = " \\\n".join([command, *lines]) + "\n"
+    text = " \\\n".join([f"{torchrun(job)} run_recipe.py", *lines]) + "\n"
     losses = ("the recipe: --recipe names the model, its data and its optimizer",)
     return Exported("megatron-bridge 0.4", text, "bash train.sh", {}, losses, "train.sh")
 

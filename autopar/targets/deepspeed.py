@@ -9,10 +9,10 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.accelerate import head_findings
-from autopar.targets.arguments import Arguments, flat, read_mapping
+from autopar.targets.accelerate import late_findings
+from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.target import NotExpressible, Source, Target, multiples_near
+from autopar.targets.target import NotExpressible, Source, Target, heads_divide, multiples_near
 
 Z = "zero_optimization."
 _BATCH = "train_batch_size"
@@ -36,7 +36,7 @@ def _reads(source: Source) -> bool:
 def read(source: Source) -> Job:
     """The job of a `ds_config.json`. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
-    values = {path: str(value) for path, value in flat(data).items()}
+    values = flat_texts(data)
     if not any(name in values for name in (_BATCH, _MICRO)) and not any(
         name.startswith(Z) for name in values
     ):
@@ -66,7 +66,7 @@ def read(source: Source) -> Job:
         )
     if batch is None and micro and steps:
         args.find("note", f"the global batch is {micro} x {steps} x the data-parallel ranks")
-    flags = {name: value for name, value in args.values.items() if name in args.read}
+    flags = args.used
     return Job(
         "deepspeed",
         ModelShape(),
@@ -167,7 +167,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
                 (f"{Z}stage: 3",),
             )
         )
-    return [*found, *head_findings(job)]
+    return [*found, *late_findings(job)]
 
 
 def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
@@ -175,8 +175,7 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
 
     def allows(choice: Any) -> bool:
         mesh = choice.mesh
-        heads = shape.kv_heads or shape.heads
-        split = not (heads and heads % (mesh.tp * mesh.cp)) and not (mesh.tp > 1 and mesh.cp > 1)
+        split = heads_divide(shape, mesh.tp * mesh.cp) and not (mesh.tp > 1 and mesh.cp > 1)
         return (
             mesh.pp == mesh.ep == 1
             and split
@@ -212,11 +211,10 @@ def config_of(job: Job) -> dict[str, Any]:
         zero["offload_param"] = {"device": "cpu"}
     if job.facts.dp_overlap is not None:
         zero["overlap_comm"] = job.facts.dp_overlap
-    dp = by.dp_on(gpus)
     data: dict[str, Any] = {
         _BATCH: by.batch_on(gpus),
         _MICRO: by.micro_batch,
-        _STEPS: by.batch_on(gpus) // (by.micro_batch * dp),
+        _STEPS: by.micro_batches_on(gpus),
         "zero_optimization": zero,
     }
     data |= {job.facts.precision: {"enabled": True}} if job.facts.precision != "fp32" else {}
@@ -226,7 +224,7 @@ def config_of(job: Job) -> dict[str, Any]:
 
 def flags_of(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
-    return {path: str(value) for path, value in flat(config_of(job)).items()}
+    return flat_texts(config_of(job))
 
 
 def write(job: Job) -> Exported:

@@ -105,7 +105,7 @@ class Expansion:
             return (unknown(f"$({part.text.strip()[:60]})"),)
         if part.kind == "sum":
             try:
-                inner = "".join(" ".join(self._part(p)) for p in parse_text(part.text))
+                inner = self.text(parse_text(part.text))
                 return (str(evaluate(inner, self.script.text_of)),)
             except NotANumber:
                 return (unknown(f"$(({part.text.strip()[:60]}))"),)
@@ -145,7 +145,7 @@ class Expansion:
         values = value if isinstance(value, tuple) else (value,)
         if index is None or index in "@*":
             return values if index is not None else (values[0] if values else "",)
-        at = "".join(" ".join(self._part(part)) for part in parse_text(index))
+        at = self.text(parse_text(index))
         return (values[int(at)],) if at.isdigit() and int(at) < len(values) else None
 
     def _unset(self, name: str) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Expansion:
         if found is None:
             return self._trimmed(values or self._unset(name), name, change)
         is_set = values is not None and (":" not in found[1] or any(values))
-        rest = "".join(" ".join(self._part(part)) for part in parse_text(change[found.end() :]))
+        rest = self.text(parse_text(change[found.end() :]))
         kind = found[1][-1]
         if kind == "+":
             return (rest,) if is_set else ("",)
@@ -193,8 +193,7 @@ class Expansion:
 
 def _split(value: str) -> list[str]:
     """The words of an expanded value. Descriptions of unknown values are not split."""
-    pieces = re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s])+", value)
-    return pieces
+    return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s])+", value)
 
 
 def _without(value: str, side: str, pattern: str) -> str:

@@ -147,6 +147,10 @@ class Layout:
         """The sequences of a step on `gpus` devices."""
         return self.global_batch or self.micro_batch * self.dp_on(gpus)
 
+    def micro_batches_on(self, gpus: int) -> int:
+        """The micro-batches of a step on `gpus` devices, rounded down."""
+        return self.batch_on(gpus) // (self.micro_batch * self.dp_on(gpus))
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

@@ -253,7 +253,7 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
     _unpriced_values(args)
     args.read.update(name for name in args.values if name.startswith("env_"))
     unpriced = () if resolved else args.rest(NEUTRAL)
-    flags = {name: value for name, value in args.values.items() if name in args.read}
+    flags = args.used
     return Job(
         "megatron", shape, layout, gpus, per_node, seq, facts, flags, unpriced, tuple(args.findings)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.targets.job import Exported, Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, even_stages, layout_of
-from autopar.targets.target import NotExpressible
+from autopar.targets.target import NotExpressible, nodes_of, torchrun
 
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 _RECIPES = {
@@ -176,14 +176,14 @@ def write_megatron(job: Job) -> Exported:
     flags = flags_of(job)
     by = job.layout
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if by.tp * by.cp > 1 and by.zero < 2 else {}
-    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
-    nodes = max(1, (job.gpus or per_node) // per_node)
+    _, nodes = nodes_of(job)
     lines = [
         f"    --{name}{' ' + _quoted(value) if value else ''}" for name, value in flags.items()
     ]
-    launch = f"torchrun --nproc-per-node {per_node} --nnodes {nodes}"
     head = ["#!/bin/bash", *(f"export {name}={value}" for name, value in env.items())]
-    text = "\n".join([*head, "ARGS=(", *lines, ")", f'{launch} pretrain_gpt.py "${{ARGS[@]}}"', ""])
+    text = "\n".join(
+        [*head, "ARGS=(", *lines, ")", f'{torchrun(job)} pretrain_gpt.py "${{ARGS[@]}}"', ""]
+    )
     losses = (
         []
         if not job.shape.lacking

@@ -7,9 +7,17 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.arguments import Arguments, flat, read_mapping
+from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.target import NotExpressible, Source, Target, divisors_near
+from autopar.targets.target import (
+    NotExpressible,
+    Source,
+    Target,
+    divisors_near,
+    head_findings,
+    heads_divide,
+    torchrun,
+)
 
 P, M, T = "parallelism.", "model.model_config.", "tokens."
 _ENGINES = {"1f1b": "1f1b", "afab": "gpipe"}
@@ -38,7 +46,7 @@ def read(source: Source) -> Job:
     data = read_mapping(source.text, source.name)
     if not isinstance(data.get("parallelism"), dict):
         raise AutoparError(f"no job: {source.name} has no block parallelism")
-    args = Arguments({path: str(value) for path, value in flat(data).items()})
+    args = Arguments(flat_texts(data))
     dp, tp, pp = (args.whole(f"{P}{name}") or 1 for name in ("dp", "tp", "pp"))
     ep, cp = (
         args.whole(f"{P}expert_parallel_size") or 1,
@@ -72,7 +80,7 @@ def read(source: Source) -> Job:
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "bf16")
     accumulate = args.flag("optimizer.accumulate_grad_in_fp32")
     facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=0.0)
-    flags = {name: value for name, value in args.values.items() if name in args.read}
+    flags = args.used
     return Job("nanotron", _shape(args), layout, dp * ep * tp * pp * cp, None, args.whole(f"{T}sequence_length"), facts, flags,
                args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
 
@@ -116,14 +124,8 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         legal = (f"{P}dp: {gpus // fixed}",) if gpus % fixed == 0 else ()
         found.append(Finding("refused", f"dp x expert_parallel_size x tp x pp = {total}, and there are {gpus} devices",
                              "world_size must be equal to dp * pp * tp * expert_parallel_size", legal))  # fmt: skip
-    for words, heads in (
-        ("attention heads", shape.heads),
-        ("heads of keys and values", shape.kv_heads),
-    ):
-        if heads and heads % by.tp:
-            found.append(Finding("refused", f"tp={by.tp} does not divide {heads} {words}", "must be divisible by TP size",
-                                 tuple(f"{P}tp: {d}" for d in divisors_near(heads, by.tp))))  # fmt: skip
-    number = by.batch_on(gpus) // (by.micro_batch * by.dp_on(gpus))
+    found += head_findings(job, "must be divisible by TP size", f"{P}tp:")
+    number = by.micro_batches_on(gpus)
     if by.pp > 1 and by.schedule == "1f1b" and number < by.pp - 1:
         found.append(
             Finding(
@@ -158,9 +160,9 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
     """What nanotron can run: tp with reduce-scatter, pipelines, ZeRO-1."""
 
     def allows(choice: Any) -> bool:
-        mesh, heads = choice.mesh, shape.kv_heads or shape.heads
+        mesh = choice.mesh
         return (
-            not (heads and heads % mesh.tp)
+            heads_divide(shape, mesh.tp)
             and mesh.cp == 1
             and choice.zero < 2
             and not choice.shard
@@ -227,7 +229,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 def flags_of(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
-    return {path: str(value) for path, value in flat(config_of(job)).items()}
+    return flat_texts(config_of(job))
 
 
 def write(job: Job) -> Exported:
@@ -237,9 +239,7 @@ def write(job: Job) -> Exported:
     import yaml
 
     text = yaml.safe_dump(config_of(job), sort_keys=False)
-    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
-    nodes = max(1, (job.gpus or 1) // per_node)
-    launch = f"torchrun --nproc-per-node {per_node} --nnodes {nodes} run_train.py --config-file config.yaml"
+    launch = f"{torchrun(job)} run_train.py --config-file config.yaml"
     losses = [
         "the blocks general, checkpoints, data_stages, tokenizer and the learning rate are yours"
     ]

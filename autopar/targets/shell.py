@@ -5,7 +5,7 @@ environment and positional arguments are values that are not known.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from autopar.errors import AutoparError
@@ -117,14 +117,11 @@ class _Reader(Expansion):
         else:
             self._unsurely(body for _, body in node.branches)
 
-    def _unsurely(self, bodies: object) -> None:
+    def _unsurely(self, bodies: Iterable[Sequence[Node]]) -> None:
         """Reads bodies of which it is not known whether they run."""
         self.unsure += 1
-        for body in bodies:  # type: ignore[attr-defined]
-            try:
-                self._run(body)
-            except _Stop:
-                continue
+        for body in bodies:
+            self._run(body)
         self.unsure -= 1
 
     def _if(self, node: Block) -> None:

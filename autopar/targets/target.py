@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
@@ -53,11 +53,39 @@ class Target:
     aliases: tuple[str, ...] = field(default=())
 
 
-def divisors_near(number: int, value: int, most: int | None = None) -> list[int]:
-    """The divisors of `number` next to `value`: the largest one below and the smallest above, both
-    up to `most`.
+def nodes_of(job: Job) -> tuple[int, int]:
+    """(devices of a node, number of nodes) of a job; up to 8 devices are one node by default."""
+    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
+    return per_node, max(1, (job.gpus or per_node) // per_node)
+
+
+def torchrun(job: Job) -> str:
+    """The beginning of the command that starts a job on all its devices."""
+    per_node, nodes = nodes_of(job)
+    return f"torchrun --nproc-per-node {per_node} --nnodes {nodes}"
+
+
+def head_findings(job: Job, theirs: str, option: str) -> Iterator[Finding]:
+    """A finding for each kind of attention heads that tp does not divide. `theirs` are the words of
+    the framework, `option` how its option of tp begins.
     """
-    found = [d for d in range(1, min(number, most or number, 100_000) + 1) if number % d == 0]
+    tp, shape = job.layout.tp, job.shape
+    kinds = (("attention heads", shape.heads), ("heads of keys and values", shape.kv_heads))
+    for words, heads in kinds:
+        if heads and heads % tp:
+            legal = tuple(f"{option} {d}" for d in divisors_near(heads, tp))
+            yield Finding("refused", f"tp={tp} does not divide {heads} {words}", theirs, legal)
+
+
+def heads_divide(shape: ModelShape, ranks: int) -> bool:
+    """Whether the ranks share out the heads of keys and values evenly, as far as they are known."""
+    heads = shape.kv_heads or shape.heads
+    return not (heads and heads % ranks)
+
+
+def divisors_near(number: int, value: int) -> list[int]:
+    """The divisors of `number` next to `value`: the largest one below and the smallest above."""
+    found = [d for d in range(1, min(number, 100_000) + 1) if number % d == 0]
     below, above = [d for d in found if d < value], [d for d in found if d > value]
     return below[-1:] + above[:1]
 

@@ -10,11 +10,20 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.arguments import Arguments, flat
+from autopar.targets.arguments import Arguments, flat_texts
 from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.shell import read_script
-from autopar.targets.target import NotExpressible, Source, Target, divisors_near, multiples_near
+from autopar.targets.target import (
+    NotExpressible,
+    Source,
+    Target,
+    divisors_near,
+    head_findings,
+    heads_divide,
+    multiples_near,
+    torchrun,
+)
 
 P, T = "parallelism.", "training."
 FLAVORS: dict[tuple[str, str], ModelShape] = {
@@ -82,7 +91,7 @@ def _of_toml(source: Source) -> dict[str, str]:
         data: Mapping[str, Any] = tomllib.loads(source.text)
     except tomllib.TOMLDecodeError as error:
         raise AutoparError(f"{source.name} is no TOML: {error}") from None
-    return {path: str(value) for path, value in flat(data).items()}
+    return flat_texts(data)
 
 
 def _of_script(source: Source) -> dict[str, str]:
@@ -174,7 +183,7 @@ def _job(args: Arguments) -> Job:
     )
     per_node, nodes = args.whole("nproc_per_node"), args.whole("nnodes")
     gpus = per_node * nodes if per_node and nodes else None
-    flags = {name: value for name, value in args.values.items() if name in args.read}
+    flags = args.used
     return Job(
         "torchtitan",
         shape,
@@ -368,13 +377,8 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         unit = 2 * by.cp * by.tp if by.cp > 1 else by.tp
         refuse(f"{job.seq} tokens are no multiple of {unit}", "seq_len must be divisible by tp and 2 x cp",
                *(f"--{T}seq_len {n}" for n in multiples_near(unit, job.seq)))  # fmt: skip
-    for words, heads in (
-        ("attention heads", shape.heads),
-        ("heads of keys and values", shape.kv_heads),
-    ):
-        if heads and heads % by.tp:
-            refuse(f"tp={by.tp} does not divide {heads} {words}", "n_heads must be divisible by tensor_parallel_degree",
-                   *(f"--{P}tensor_parallel_degree {d}" for d in divisors_near(heads, by.tp)))  # fmt: skip
+    words = "n_heads must be divisible by tensor_parallel_degree"
+    found += head_findings(job, words, f"--{P}tensor_parallel_degree")
     rows = by.micro_batch * by.dp_on(gpus)
     if by.batch_on(gpus) % rows:
         refuse(f"global batch {by.batch_on(gpus)} is no multiple of {rows}",
@@ -401,11 +405,10 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
 
     def allows(choice: Any) -> bool:
         mesh = choice.mesh
-        heads = shape.kv_heads or shape.heads
         unit = 2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp
         sharded = choice.zero > 1 or mesh.dp * mesh.cp == 1 or (choice.zero == 0 and mesh.cp == 1)
         return (
-            not (heads and heads % mesh.tp)
+            heads_divide(shape, mesh.tp)
             and seq % unit == 0
             and sharded
             and mesh.order == ""
@@ -501,9 +504,7 @@ def write(job: Job) -> Exported:
     text = "\n".join(
         f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()
     )
-    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
-    nodes = max(1, (job.gpus or 1) // per_node)
-    launch = f"torchrun --nproc-per-node {per_node} --nnodes {nodes} -m torchtitan.train --job.config_file train.toml"
+    launch = f"{torchrun(job)} -m torchtitan.train --job.config_file train.toml"
     losses = ["the model: set model.name and model.flavor"]
     losses += ["fp8: set model.converters and quantize.linear.float8"] if job.facts.fp8 else []
     return Exported("torchtitan 0.2", text, launch, {}, tuple(losses), "train.toml")

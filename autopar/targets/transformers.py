@@ -9,11 +9,18 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.accelerate import head_findings
+from autopar.targets.accelerate import late_findings
 from autopar.targets.arguments import Arguments, read_mapping
 from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.target import NotExpressible, Source, Target, divisors_near
+from autopar.targets.target import (
+    NotExpressible,
+    Source,
+    Target,
+    divisors_near,
+    heads_divide,
+    torchrun,
+)
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
 _NEUTRAL = re.compile(
@@ -118,7 +125,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     if total != gpus:
         found.append(Finding("refused", f"the sizes multiply to {total}, and there are {gpus} devices", "WORLD_SIZE must be divisible",
                              (f"fsdp_size={max(1, gpus // (by.tp * by.pp * by.copies))}",)))  # fmt: skip
-    return [*found, *head_findings(job)]
+    return [*found, *late_findings(job)]
 
 
 def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
@@ -126,7 +133,6 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
 
     def allows(choice: Any) -> bool:
         mesh = choice.mesh
-        heads = shape.kv_heads or shape.heads
         alone = mesh.dp == 1 and choice.zero == 0
         sharded = mesh.dp > 1 and choice.zero == 3 and mesh.pp == 1
         experts = mesh.ep == 1 or (mesh.tp == 1 and not choice.shard)
@@ -135,7 +141,7 @@ def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
             and experts
             and mesh.cp == 1
             and mesh.order == ""
-            and not (heads and heads % mesh.tp)
+            and heads_divide(shape, mesh.tp)
         )
 
     return Restriction(
@@ -190,7 +196,7 @@ def flags_of(job: Job) -> dict[str, str]:
 def write(job: Job) -> Exported:
     """The JSON of a `DistributedConfig`. Raises NotExpressible if it cannot say the job."""
     by, gpus = job.layout, job.gpus or 1
-    number = by.batch_on(gpus) // (by.micro_batch * by.dp_on(gpus))
+    number = by.micro_batches_on(gpus)
     losses = [
         f"batches: set per_device_train_batch_size={by.micro_batch} and gradient_accumulation_steps={number} in TrainingArguments"
     ]
@@ -201,8 +207,7 @@ def write(job: Job) -> Exported:
     )
     losses += [f"sequences of {job.seq} tokens: the data decides"] if job.seq else []
     text = json.dumps(config_of(job), indent=2) + "\n"
-    per_node = job.gpus_per_node or min(gpus, 8)
-    launch = f"torchrun --nproc-per-node {per_node} --nnodes {max(1, gpus // per_node)} train.py"
+    launch = f"{torchrun(job)} train.py"
     return Exported("transformers 5.24", text, launch, {}, tuple(losses), "distributed.json")
 
 
