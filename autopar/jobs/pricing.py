@@ -17,7 +17,7 @@ from autopar.ir.traced import TracedModel
 from autopar.jobs.shapes import dims_of, spec_of
 from autopar.models.base import ModelSpec
 from autopar.predict.defaults import complete
-from autopar.predict.evaluate import case_of
+from autopar.predict.evaluate import UNLIMITED_BYTES, case_of
 from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
 from autopar.predict.run import Software as RunSoftware
 from autopar.request.pins import EVEN, Pins
@@ -26,11 +26,6 @@ from autopar.request.restriction import Restriction
 from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.model_shape import shape_of
-
-UNLIMITED_BYTES = 2**50
-"""Memory of the devices for which a job is priced: practically unlimited, so that jobs that do not
-fit are priced too.
-"""
 
 _SCHEDULES = {"interleaved_1f1b": "interleaved"}
 _MODES = {"selective": "attention"}
@@ -99,7 +94,8 @@ class Setting:
             request = self._request(
                 Pins.of(pins), layout.batch_on(self.gpus), replace(self.cluster, device=device)
             )
-            self._plans[key] = api.plan_traced(self.traced, request, 60.0)
+            # one or two candidates: helper processes would take longer to start than to search
+            self._plans[key] = api.plan_traced(self.traced, request, 60.0, processes=1)
         return self._plans[key]
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:

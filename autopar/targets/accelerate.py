@@ -181,18 +181,13 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         )
         found.append(Finding("refused", f"dp_replicate x dp_shard x tp x cp = {total}, and there are {gpus} processes",
                              f"ParallelismConfig total_size ({total}) does not match num_processes ({gpus})", tuple(legal)))  # fmt: skip
-    replicated = int(
-        job.flags.get("parallelism_config.parallelism_config_dp_replicate_size", "1") or 1
-    )
-    sharded = int(job.flags.get("parallelism_config.parallelism_config_dp_shard_size", "1") or 1)
-    if by.tp * by.cp > 1 and replicated > 1 and sharded == 1:
+    size = _sizes(Arguments(job.flags))
+    replicated = size["dp_replicate"]
+    if by.tp * by.cp > 1 and replicated > 1 and size["dp_shard"] == 1:
         found.append(Finding("refused", "tp or cp with copies and without shards",
                              "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism",
                              (f"parallelism_config_dp_shard_size: {replicated}, parallelism_config_dp_replicate_size: 1",)))  # fmt: skip
-    if (
-        job.flags.get("parallelism_config.parallelism_config_cp_size", "1") != "1"
-        and job.flags.get("parallelism_config.parallelism_config_sp_size", "1") != "1"
-    ):
+    if size["cp"] > 1 and size["sp"] > 1:
         found.append(
             Finding(
                 "refused",

@@ -63,6 +63,14 @@ def test_accelerate() -> None:
     assert "does not match num_processes (8)" in kinds(job, ACCELERATE, 8)[0]
 
 
+@pytest.mark.parametrize("left_out", ["null", "None", "many"])
+def test_accelerate_sizes_that_are_no_numbers(left_out: str) -> None:
+    text = ACCELERATE_YAML.replace("replicate_size: 2", f"replicate_size: {left_out}")
+    job = read(ACCELERATE, text, "config.yaml")
+    assert job.layout.copies == 1
+    assert kinds(job, ACCELERATE, job.layout.dp_on(16) * job.layout.tp) == []
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
