@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -109,6 +110,8 @@ def trace(
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         # our graphs hold batch sizes as expressions, on purpose
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
+        # torch's own, of its copy of a call graph
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         found, together = traced()
         if together > 1 and not found.split.joins:
             with contextlib.suppress(AutoparError):  # as for an example of other rows
@@ -177,7 +180,8 @@ def plan(
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
         precision: 'bf16', 'fp16', 'fp32' or 'fp64'.  By default the model's own, but bf16 on GPUs for an fp32 model.  A note of
             the plan says so.
-        time_limit_s: seconds that one search may take.  Objectives other than 'time' need several searches.  If nothing fits, looking
+        time_limit_s: seconds that tracing and a search may take together; a search has at least half of them.  Objectives other than
+            'time' need several searches.  If nothing fits, looking
             for what would fit takes some 20 s more.
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
@@ -203,6 +207,7 @@ def plan(
             memory that a plan needs is known.
     """
     check_arguments(locals())
+    start = time.perf_counter()
     cluster, goal = parsed_cluster(cluster).kept_free(headroom), Goal(objective, deadline_s)
     example_inputs = _example(model, example_inputs)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
@@ -231,7 +236,15 @@ def plan(
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:
         note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
-    return _noted(_best_plan(goal, traced, request, time_limit_s, progress), note)
+    left_s = time_left_s(time_limit_s, time.perf_counter() - start)
+    return _noted(_best_plan(goal, traced, request, left_s, progress), note)
+
+
+def time_left_s(limit_s: float, traced_s: float) -> float:
+    """Seconds that are left for a search after `traced_s` seconds of tracing; at least half of the
+    limit.
+    """
+    return max(limit_s - traced_s, limit_s / 2)
 
 
 def _best_plan(

@@ -119,7 +119,7 @@ precision = click.option(
     "--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs."
 )
 limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
-                     help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
+                     help="Seconds to trace and search; objectives, comparisons and sweeps make several searches.")  # fmt: skip
 micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
                                 help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
 target = click.option("--target", metavar="megatron|...",

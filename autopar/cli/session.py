@@ -7,6 +7,7 @@ cluster is reported at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ class Planner:
         )
         self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
+        self.traced_s = 0.0  # since the last search
         if self.target:
             self._restriction(self.cluster)  # an unknown target is an error at once
 
@@ -93,9 +95,11 @@ class Planner:
             from autopar.runtime.state.precision import captured_in
 
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
+            start = time.perf_counter()
             self._traced[seq] = api.trace_spec(
                 self.spec, seq, captured_in(self.request.precision, self.request.runnable)
             )
+            self.traced_s += time.perf_counter() - start
         return self._traced[seq]
 
     def plan(
@@ -123,9 +127,9 @@ class Planner:
         )
         if self.target and within_target:
             request = request.within(self._restriction(request.cluster, seq))
-        return api.plan_traced(
-            self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell
-        )
+        traced, limit_s = self.traced(seq), time_limit_s or self.time_limit_s
+        left_s, self.traced_s = api.time_left_s(limit_s, self.traced_s), 0.0
+        return api.plan_traced(traced, request, left_s, self.tell)
 
     def pins_within(self, pin: Mapping[str, Any]) -> Mapping[str, Any]:
         """The pins under which plans are made: the user's, and those of the command's target."""

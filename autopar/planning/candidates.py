@@ -233,6 +233,28 @@ def _candidates_on(
             )
 
 
+def common_layouts(candidates: Sequence[Candidate], devices_per_node: int) -> list[int]:
+    """Indices of the candidates with layouts that most published recipes use. These have the
+    smallest micro-batch, tp and cp inside a node, and experts over as much of a node as is left.
+    Those with less tp and cp come first.
+    """
+    smallest: dict[MeshShape, int] = {}
+    widest: dict[MeshShape, int] = {}
+    for c in candidates:
+        inner = replace(c.mesh, ep=1)
+        smallest[inner] = min(smallest.get(inner, c.micro_batch), c.micro_batch)
+        if c.mesh.tp * c.mesh.cp * c.mesh.ep <= devices_per_node:
+            widest[inner] = max(widest.get(inner, 1), c.mesh.ep)
+    found = [
+        (c.mesh.tp * c.mesh.cp, c.mesh.cp, number)
+        for number, c in enumerate(candidates)
+        if c.micro_batch == smallest[inner := replace(c.mesh, ep=1)]
+        and c.mesh.ep == widest.get(inner)
+        and c.zero == (1 if c.mesh.pp > 1 else 3)
+    ]
+    return [number for *_, number in sorted(found)]
+
+
 def _keeps_batch(request: PlanRequest, traced: TracedModel) -> bool:
     """Whether a rank must run its sequences as one micro-batch. It must if losses of micro-batches
     do not add up to the batch's loss, and the request does not allow their mean.

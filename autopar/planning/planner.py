@@ -14,7 +14,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.planning.candidates import candidates_for, setting_of
+from autopar.planning.candidates import candidates_for, common_layouts, setting_of
 from autopar.planning.model_facts import as_recomputed
 from autopar.planning.no_plan import no_plan_fits
 from autopar.planning.pin_checks import check_pins
@@ -24,14 +24,19 @@ from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.host_time import host_s
 from autopar.solve.costs.pipeline_cost import Stages
 from autopar.solve.search.branch_and_bound import search, solved_together
-from autopar.solve.search.families import runners_up, same_layout_s
+from autopar.solve.search.families import runner_up_data, runners_up, same_layout_s
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
-from autopar.solve.search.simplest import Preference
+from autopar.solve.search.simplest import Preference, with_plan
 from autopar.solve.search.workers import processes_for_search
 from autopar.trace.fusion.fused import fused
+
+_SEARCH_SHARE = 0.85
+"""Share of the time limit for the search itself, if simpler plans or runners-up are looked for after
+it.
+"""
 
 
 def _of_groups(request: PlanRequest, traced: TracedModel) -> PlanRequest:
@@ -80,7 +85,10 @@ def find_best(
         return annotator.alike(setting_of(candidate, request))
 
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
-    found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of)
+    if request.tolerance or request.runners_up:
+        limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
+    likely = common_layouts(candidates, spec.topology.devices_per_node)
+    found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of, likely)
     if found.best is None or request.pin.stages is not None:
         return found
     restager = Restager(annotate, spec.room_bytes, cell_of, found.cells)
@@ -94,7 +102,8 @@ def _preferred(
     restager: Restager,
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
-    asks for runners-up, with them and with the time of the plan's layout on all memory.
+    asks for runners-up, with them and with the time of the plan's layout on all memory. After a
+    search that ended by its time limit, a runner-up may be faster than its plan, and takes its place.
     """
     groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
     preference = Preference(
@@ -104,8 +113,18 @@ def _preferred(
     if not request.runners_up or found.best is None:
         return found
     others = runners_up(groups, candidates, found, restager)
+    while others and (1 + request.tolerance) * others[0].time_s < found.best[1].time_s:
+        assert others[0].staged is not None  # the fastest of a search is within the tolerance
+        better = with_plan(found, candidates, others[0].staged, "the best of its family")
+        found = preference.chosen(replace(better, fastest=None), groups, candidates)
+        assert found.best is not None
+        others = runners_up(groups, candidates, found, restager)
     whole = replace(restager, capacity_bytes=memory_bytes)
-    return replace(found, runners_up=others, unlimited_s=same_layout_s(whole, found.best[0]))
+    return replace(
+        found,
+        runners_up=tuple(map(runner_up_data, others)),
+        unlimited_s=same_layout_s(whole, found.best[0]),
+    )
 
 
 @seldom_collected()

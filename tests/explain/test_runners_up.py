@@ -16,6 +16,7 @@ from autopar.explaining.plan_report import explain, plan_data
 from autopar.explaining.runners_up import preference_words, runners_up_table, simplicity_of_plan
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
 from autopar.request.plan_request import PlanRequest
 
@@ -61,6 +62,25 @@ def test_the_plan_is_within_the_tolerance_and_no_more_complicated_than_the_faste
             assert plan.certificate.fastest["time_s"] == fastest.predicted.step_time_s
             assert "proved optimum is" in preference_words(plan)
     assert planned(0.9).mesh.num_devices == 4 and simplicity_of_plan(planned(0.9)).axes == 1
+
+
+def test_a_search_that_met_only_slow_plans_takes_the_best_family(monkeypatch):
+    real = planner.search
+
+    def ended_early(candidates, *rest):
+        whole = real(candidates, *rest)
+        slow = real([c for c in candidates if c.mesh.tp == 4], *rest[:-1])
+        assert slow.fastest_s > 1.05 * whole.fastest_s
+        return replace(
+            whole, status="feasible", best=slow.best, model=slow.model, origin=slow.origin
+        )
+
+    monkeypatch.setattr(planner, "search", ended_early)
+    plan, fastest = _planned.__wrapped__(0.02, ()), planned(0.0)
+    assert plan.predicted.step_time_s <= 1.02 * fastest.predicted.step_time_s
+    assert [e["outcome"] for e in plan.certificate.meshes].count("chosen") == 1
+    families = [e["family"] for e in plan.certificate.runners_up]
+    assert len(set(families)) == len(families) and "TP" in families
 
 
 def test_equal_requests_print_equal_reports():

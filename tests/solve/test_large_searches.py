@@ -55,6 +55,30 @@ def test_a_plan_is_found_while_others_wait_to_be_opened(monkeypatch):
     assert found.status == "optimal" and opened[-1][1] and not opened[0][1]
 
 
+def test_likely_candidates_are_solved_first_and_change_no_answer(monkeypatch):
+    monkeypatch.setattr(branch_and_bound, "_MANY_CELLS", 0)
+    advanced = []
+    real = branch_and_bound.UniformRefiner.advance
+
+    def seen(self, number, at_once):
+        advanced.append((number, at_once))
+        real(self, number, at_once)
+
+    monkeypatch.setattr(branch_and_bound.UniformRefiner, "advance", seen)
+    for seed in range(8):
+        task = Task(seed)
+        plain = search(task.candidates, task.annotate, None, cell_of=task.cell_of)
+        for likely in ([len(task.candidates) - 1], range(len(task.candidates))):
+            advanced.clear()
+            found = search(
+                task.candidates, task.annotate, None, cell_of=task.cell_of, likely=likely
+            )
+            assert found.status == plain.status
+            assert found.fastest_s == pytest.approx(plain.fastest_s, rel=1e-9)
+            last = len(branch_and_bound.solved_together(task.candidates)) - 1
+            assert not advanced or advanced[0] == (0 if len(likely) > 1 else last, True)
+
+
 @pytest.mark.parametrize("limit_s", [0.0, 0.3])
 def test_the_limit_is_wall_time_also_where_nothing_fits(limit_s, monkeypatch):
     real = branch_and_bound.UniformRefiner.open

@@ -99,6 +99,7 @@ def search(
     limits: SearchLimits | None = None,
     progress: Callable[[str], None] | None = None,
     cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate,
+    likely: Sequence[int] = (),
 ) -> SearchResult:
     """The fastest placement over all candidates, with a lower bound on all of them, as a
     `SearchResult`. Devices are of one kind.
@@ -111,9 +112,12 @@ def search(
         progress: called with one line of text for each event.
         cell_of: a key for candidates. Candidates with equal keys must have ops with the same costs;
             with equal `parameters` too, also the same costs of parameters.
+        likely: indices of candidates that are likely good. A search of many cells solves them
+            first, since a plan prunes others.
     """
     limits, tell = limits or SearchLimits(), progress or (lambda text: None)
-    return driver_of(list(candidates), annotate, capacity_bytes, limits, tell, cell_of).run()
+    driver = driver_of(list(candidates), annotate, capacity_bytes, limits, tell, cell_of, likely)
+    return driver.run()
 
 
 def driver_of(
@@ -123,6 +127,7 @@ def driver_of(
     limits: SearchLimits,
     progress: Callable[[str], None],
     cell_of: Callable[[Candidate], Hashable],
+    likely: Sequence[int] = (),
 ) -> Driver:
     """A search over candidates that has not started; `run()` starts it. The arguments are those of
     `search`.
@@ -154,8 +159,15 @@ def driver_of(
         names=tuple(cells),
     )
     sharing = Sharing(state=state, team=Team(progress), cells=cell_numbers)
+    entry_of = {one: number for number, group in enumerate(members) for one in group}
+    first = [entry_of[one] for one in likely] if len(cells) > _MANY_CELLS else []
     return Driver(
-        state=state, refiner=refiner, sharing=sharing, members=members, order=_order(entries)
+        state=state,
+        refiner=refiner,
+        sharing=sharing,
+        members=members,
+        order=_order(entries),
+        first=tuple(dict.fromkeys(first)),
     )
 
 

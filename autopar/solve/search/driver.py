@@ -39,6 +39,9 @@ _DIVE_SHARE = 0.1
 there is a plan.
 """
 
+_FIRST_SHARE = 0.2
+"""Share of the time limit in which candidates that are likely good are solved before others."""
+
 _NAP_S = 0.02
 """Seconds that a process waits for others to open candidates."""
 
@@ -74,7 +77,8 @@ class Refiner(Protocol):
 @dataclass(slots=True, kw_only=True)
 class Driver:
     """A search by branch and bound, in one process or several. `members` has the candidate indices
-    of each entry; `order` is the order in which entries are opened.
+    of each entry; `order` is the order in which entries are opened. Those of `first` are solved
+    before.
     """
 
     state: SearchState
@@ -82,6 +86,7 @@ class Driver:
     sharing: Sharing
     members: Sequence[Sequence[int]]
     order: Sequence[int] = field(default=())
+    first: Sequence[int] = field(default=())
 
     def run(self) -> SearchResult:
         """Searches all candidates, waits for other processes, and returns the merged result."""
@@ -104,6 +109,7 @@ class Driver:
         """Opens and refines candidates until each remaining one is refined by another process, or
         no time is left.
         """
+        self._solve_first()
         self._open_all()
         while (number := self._next()) is not None:
             best = self.state.best
@@ -132,6 +138,21 @@ class Driver:
         self.state.queue.clear()
 
     # ------------------------------------------------------------------------------------------------------ candidates
+
+    def _solve_first(self) -> None:
+        """Solves the entries of `first`, or finds that they cannot be the best, for a fifth of the
+        time at most. Only the process that began the search does, while helpers open others.
+        """
+        state, sharing = self.state, self.sharing
+        if sharing.me:
+            return
+        for number in self.first:
+            if state.elapsed_s > _FIRST_SHARE * state.limits.time_s:
+                break
+            if state.board.take(state.board.opener, sharing.cells[number], sharing.me):
+                if self._take(number):
+                    self._refine(number, at_once=True)
+                self._share_out()
 
     def _open_all(self) -> None:
         """Opens all candidates that no process has opened, in `order`. Stops once the refiner's

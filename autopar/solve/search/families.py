@@ -9,6 +9,7 @@ counts limit the work, not the time, so that equal requests give equal runners-u
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -50,21 +51,39 @@ def family_of(candidate: Candidate) -> str:
     return FAMILIES[1] if candidate.zero == 3 else FAMILIES[0]
 
 
+@dataclass(frozen=True, slots=True)
+class FamilyBest:
+    """The best plan that was found of a family (None without one), of how many `candidates`, and
+    how many of them were `solved`.
+    """
+
+    family: str
+    candidates: int
+    solved: int
+    plan: tuple[Candidate, Solution] | None
+    staged: Restaged | None  # None too if the search itself found the plan
+
+    @property
+    def time_s(self) -> float:
+        """Step seconds of the plan; infinite without one."""
+        return inf if self.plan is None else self.plan[1].time_s
+
+
 def runners_up(
     groups: Sequence[Sequence[int]],
     candidates: Sequence[Candidate],
     searched: SearchResult,
     restager: Restager,
-) -> tuple[dict[str, Any], ...]:
-    """For each family of `candidates` but that of the chosen plan, a dict with its best plan that
-    was found, the fastest family first; families without a plan come last. If the search found a
-    faster plan than the chosen one, that is the best of its family.
+) -> list[FamilyBest]:
+    """The best plan that was found of each family of `candidates` but that of the chosen plan, the
+    fastest first; families without a plan come last. If the search found a faster plan than the
+    chosen one, that is the best of its family.
 
     `groups` are indices of candidates that are solved together, `searched` is the result of their
-    search. Keys are those of `runner_up_data`.
+    search.
     """
     if searched.best is None:
-        return ()
+        return []
     chosen, first, glances_s = searched.best[0], searched.fastest, searched.glances_s
     of_family: dict[str, list[tuple[float, int]]] = {}
     for number, group in enumerate(groups):
@@ -76,12 +95,12 @@ def runners_up(
             turns = sorted(of_family[family])
             parts = [parts_of([candidates[n] for n in groups[number]]) for _, number in turns]
             if first is not None and family == family_of(first[0]):
-                found.append(runner_up_data(family, first, 1, len(parts)))
+                found.append(FamilyBest(family, len(parts), 1, first, None))
                 continue
             best, solved = _best_of(restager, parts)
             plan = None if best is None else (best.candidate, best.staged.solution)
-            found.append(runner_up_data(family, plan, solved, len(parts)))
-    return tuple(sorted(found, key=lambda data: inf if data["time_s"] is None else data["time_s"]))
+            found.append(FamilyBest(family, len(parts), solved, plan, best))
+    return sorted(found, key=lambda best: best.time_s)
 
 
 def same_layout_s(restager: Restager, chosen: Candidate) -> float | None:
@@ -128,18 +147,16 @@ def _promising(restager: Restager, parts: Sequence[Part]) -> Iterator[tuple[floa
             return
 
 
-def runner_up_data(
-    family: str, best: tuple[Candidate, Solution] | None, solved: int, candidates: int
-) -> dict[str, Any]:
+def runner_up_data(best: FamilyBest) -> dict[str, Any]:
     """A runner-up as a dict for JSON: the family, the number of its `candidates` and of those that
     were `solved`, and choices, `time_s`, `memory_bytes` and `breakdown` of its best plan. These are
     None if no plan was found.
     """
-    c, solution = best or (None, None)
+    c, solution = best.plan or (None, None)
     return {
-        "family": family,
-        "candidates": candidates,
-        "solved": solved,
+        "family": best.family,
+        "candidates": best.candidates,
+        "solved": best.solved,
         "mesh": c and c.mesh.as_dict(),
         "micro_batch": c and c.micro_batch,
         "num_microbatches": c and c.num_microbatches,

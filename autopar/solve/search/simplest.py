@@ -84,7 +84,9 @@ class Preference:
             if held is not None and self._is_crowded(held.memory_bytes):
                 best = self._roomier([offer.part for offer in open_], limit_s) or best
             if best is not None:
-                return _with(found, candidates, best, left)
+                return replace(
+                    with_plan(found, candidates, best, "the simplest"), simpler_left=left
+                )
             left += unsettled
         return replace(found, simpler_left=left)
 
@@ -191,10 +193,12 @@ def _least_s(found: SearchResult, group: Sequence[int]) -> float:
     return min((bound for bound in bounds if bound is not None), default=float("inf"))
 
 
-def _with(
-    found: SearchResult, candidates: Sequence[Candidate], best: Restaged, left: int
+def with_plan(
+    found: SearchResult, candidates: Sequence[Candidate], best: Restaged, reason: str
 ) -> SearchResult:
-    """The result with `best` as its plan. The fastest plan becomes one that was solved."""
+    """The result with `best` as its plan, for a `reason` in words. The fastest plan becomes one
+    that was solved.
+    """
     if found.best is None:
         raise ValueError("a search without a plan has no simpler one")
     outcomes = list(found.outcomes)
@@ -206,7 +210,7 @@ def _with(
         if _is_of(best.candidate, candidate):
             bound_s = outcomes[number]["bound_s"] or 0.0
             outcomes[number] = outcome_data(
-                best.candidate, best.staged.solution, "chosen", bound_s, "the simplest"
+                best.candidate, best.staged.solution, "chosen", bound_s, reason
             )
     return replace(
         found,
@@ -216,7 +220,6 @@ def _with(
         groups=(),
         outcomes=tuple(outcomes),
         fastest=found.best,
-        simpler_left=left,
     )
 
 
