@@ -113,17 +113,17 @@ def _preferred(
     if not request.runners_up or found.best is None:
         return found
     others = runners_up(groups, candidates, found, restager)
-    while others and (1 + request.tolerance) * others[0].time_s < found.best[1].time_s:
-        assert others[0].staged is not None  # the fastest of a search is within the tolerance
-        better = with_plan(found, candidates, others[0].staged, "the best of its family")
-        found = preference.chosen(replace(better, fastest=None), groups, candidates)
-        assert found.best is not None
+    while (better := others[0].staged if others else None) is not None:
+        if (1 + request.tolerance) * better.time_s >= found.chosen_s:
+            break
+        found = with_plan(found, candidates, better, "the best of its family")
+        found = preference.chosen(replace(found, fastest=None), groups, candidates)
         others = runners_up(groups, candidates, found, restager)
     whole = replace(restager, capacity_bytes=memory_bytes)
     return replace(
         found,
         runners_up=tuple(map(runner_up_data, others)),
-        unlimited_s=same_layout_s(whole, found.best[0]),
+        unlimited_s=found.best and same_layout_s(whole, found.best[0]),
     )
 
 
