@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autopar.request.restriction import Restriction
+from autopar.targets.arguments import Arguments
 from autopar.targets.job import Finding, Job, ModelShape
 from autopar.targets.megatron_layout import counted_stages
 from autopar.targets.target import divisors_near, multiples_near
@@ -36,8 +37,7 @@ def _refused(what: str, theirs: str, *legal: str) -> Finding:
 
 
 def _on(job: Job, name: str) -> bool:
-    value = job.flags.get(name)
-    return value is not None and value.lower() not in ("false", "none", "0", "no")
+    return Arguments(job.flags).flag(name) is True
 
 
 def _world(job: Job, gpus: int) -> Iterator[Finding]:
@@ -302,21 +302,21 @@ def _switches(job: Job, gpus: int) -> Iterator[Finding]:
 
 
 def _recompute(job: Job, gpus: int) -> Iterator[Finding]:
-    granularity, method = job.flags.get("recompute_granularity"), job.flags.get("recompute_method")
-    number = job.flags.get("recompute_num_layers")
-    if granularity == "selective" and method not in (None, "None"):
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    granularity, method, number = map(Arguments(job.flags).text, names)
+    if granularity == "selective" and method is not None:
         yield _refused(
             "recompute_method beside selective recomputation",
             "recompute method is not yet supported for selective recomputing granularity",
             "drop --recompute-method",
         )
-    if granularity == "full" and method in (None, "None"):
+    if granularity == "full" and method is None:
         yield _refused(
             "full recomputation without a method",
             'recompute_method must be "block" or "uniform"',
             "--recompute-method uniform",
         )
-    if granularity == "full" and number in (None, "None"):
+    if granularity == "full" and number is None:
         yield _refused("full recomputation without a number of layers",
                        "recompute_num_layers must be between 1 and num_layers_per_pipeline_rank", "--recompute-num-layers 1")  # fmt: skip
 
@@ -378,8 +378,8 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
-    """What Megatron-LM can run of a model on `gpus` devices with sequences of `seq` tokens."""
+def restriction(shape: ModelShape, seq: int) -> Restriction:
+    """What Megatron-LM can run of a model with sequences of `seq` tokens."""
 
     def allows(choice: Any) -> bool:
         mesh = choice.mesh

@@ -33,18 +33,13 @@ FLAVORS: dict[tuple[str, str], ModelShape] = {
     ("qwen3", "32b"): ModelShape(64, 5120, 64, 8, 128, 25600, 151936, gated=True),
 }
 """Dimensions by model and flavor: those of the models' published config.json files."""
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "gpipe",
-    "interleaved1f1b": "interleaved_1f1b",
-    "interleavedzerobubble": "zero_bubble",
-}
 WRITTEN = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
     "interleaved_1f1b": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
 }
+SCHEDULES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
 _NEUTRAL = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|fault_tolerance|experimental|debug|"
     r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
@@ -183,18 +178,9 @@ def _job(args: Arguments) -> Job:
     )
     per_node, nodes = args.whole("nproc_per_node"), args.whole("nnodes")
     gpus = per_node * nodes if per_node and nodes else None
-    flags = args.used
-    return Job(
-        "torchtitan",
-        shape,
-        layout,
-        gpus,
-        per_node,
-        seq,
-        facts,
-        flags,
-        args.rest(_NEUTRAL),
-        tuple(args.findings),
+    devices = {"gpus": gpus, "gpus_per_node": per_node}
+    return args.job(
+        "torchtitan", _NEUTRAL, shape=shape, layout=layout, seq=seq, facts=facts, **devices
     )
 
 
@@ -400,7 +386,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What torchtitan can run: FSDP or copies, tp with sequence parallelism, cp, pipelines."""
 
     def allows(choice: Any) -> bool:
@@ -521,5 +507,7 @@ TORCHTITAN = Target(
     "torchtitan",
     flags_of,
     ("titan",),
+    dashes="--",
+    zero=(0, 2, 3),
 )
 """torchtitan."""
