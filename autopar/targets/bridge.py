@@ -37,6 +37,7 @@ _NAMES = {
 """Paths of arguments whose name differs, or that are not of the model. Others are `model.NAME`."""
 _TURNED = {
     "untie-embeddings-and-output-weights": ("model.share_embeddings_and_output_weights", "false"),
+    "disable-bias-linear": ("model.add_bias_linear", "false"),
     "grad-reduce-in-bf16": ("ddp.grad_reduce_in_fp32", "false"),
     "no-overlap-p2p-communication": ("comm_overlap.overlap_p2p_comm", "false"),
     "no-gradient-accumulation-fusion": ("model.gradient_accumulation_fusion", "false"),

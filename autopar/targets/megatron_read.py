@@ -260,6 +260,7 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
             "note",
             f"the batch grows at first (rampup_batch_size {ramp}): times are those of the full batch",
         )
+    args.flag("disable_bias_linear")
     _unpriced_values(args)
     args.read.update(name for name in args.values if name.startswith("env_"))
     devices = {"gpus": gpus, "gpus_per_node": per_node}
@@ -412,7 +413,7 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     counted = shape.layers + embedding + loss
     vpp = virtual or (max(1, counted // pp // each) if each and pp > 1 else 1)
     if pp == 1:
-        return 1, ()
+        return virtual or 1, ()
     if first is not None or last is not None:
         return vpp, ended_stages(shape.layers, pp, vpp, first, last)
     if embedding or loss:
@@ -536,6 +537,7 @@ def _unpriced_values(args: Arguments) -> None:
     """Marks options as read whose default value changes nothing."""
     names = (
         "cp_comm_type moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_router_topk moe_router_load_balancing_type "
+        "use_precision_aware_optimizer "
         "cross_entropy_fusion_impl ckpt_format recompute_activations m max_position_embeddings use_distributed_optimizer"
     )
     for name in names.split():

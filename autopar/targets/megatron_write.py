@@ -61,7 +61,8 @@ def _shape_flags(shape: ModelShape) -> dict[str, str]:
     }
     if shape.kv_heads != shape.heads:
         found |= {"group-query-attention": "", "num-query-groups": str(shape.kv_heads)}
-    found |= {"swiglu": ""} if shape.gated else {}
+    if shape.gated:  # as in Llama and what followed
+        found |= {"swiglu": "", "disable-bias-linear": "", "normalization": "RMSNorm"}
     found |= {} if shape.tied else {"untie-embeddings-and-output-weights": ""}
     if shape.experts:
         found |= {
@@ -130,7 +131,9 @@ def _sharding_flags(by: Layout) -> dict[str, str]:
             "ckpt-format": "fsdp_dtensor",
         }
         found |= {"num-distributed-optimizer-instances": str(by.copies)} if by.copies > 1 else {}
-    return found | ({"optimizer-cpu-offload": ""} if by.offload == "optimizer" else {})
+    if by.offload == "optimizer":
+        found |= {"optimizer-cpu-offload": "", "use-precision-aware-optimizer": ""}
+    return found
 
 
 def _recompute_flags(by: Layout) -> dict[str, str]:
