@@ -62,7 +62,8 @@ def _shape_flags(shape: ModelShape) -> dict[str, str]:
     if shape.kv_heads != shape.heads:
         found |= {"group-query-attention": "", "num-query-groups": str(shape.kv_heads)}
     if shape.gated:  # as in Llama and what followed
-        found |= {"swiglu": "", "disable-bias-linear": "", "normalization": "RMSNorm"}
+        found |= {"swiglu": "", "normalization": "RMSNorm"}
+    found |= {"disable-bias-linear": ""} if shape.gated or shape.experts else {}
     found |= {} if shape.tied else {"untie-embeddings-and-output-weights": ""}
     if shape.experts:
         found |= {

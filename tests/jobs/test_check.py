@@ -107,6 +107,12 @@ def test_better_plans_in_its_own_options(tmp_path: Path) -> None:
     assert again.refused == ()
 
 
+def test_the_best_is_never_slower_than_a_job_that_runs(tmp_path: Path) -> None:
+    found = answer(tmp_path, "--use-distributed-optimizer", advise=True, time_limit_s=1e-3)
+    assert found.plan is not None and found.best is not None and found.runs
+    assert found.best.predicted.step_time_s <= found.plan.predicted.step_time_s
+
+
 def test_changes_that_fit(tmp_path: Path) -> None:
     job = read_job(script(tmp_path, "--micro-batch-size 8"))
     roomy = check_job(job, "h100:8", advise=False)
