@@ -156,7 +156,7 @@ def plan(
     runnable: bool = False,
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
-    software: Software = Software(),  # noqa: B008 (frozen)
+    software: Software | None = None,
     objective: str = "time",
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
@@ -186,7 +186,8 @@ def plan(
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
-        software: what the predictions are for, such as torch.compile, a kernel of attention, or fp8.
+        software: what the predictions are for, such as torch.compile, a kernel of attention, or fp8.  By default that of the target, or
+            autopar's own.
         objective: what the plan is to be best at.  'time' is the fastest step.  'cost' is the lowest cost per token on a part of
             the cluster.  'gpus' is the fewest devices whose step takes at most `deadline_s`.  'memory' is the least memory of the
             fullest device.  Notes of the plan say what is proved.
@@ -212,6 +213,9 @@ def plan(
     example_inputs = _example(model, example_inputs)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
+    if software is None:
+        generation = cluster.groups[0].device.generation
+        software = target_of(target).software_for(generation) if target else Software()
     request = PlanRequest(
         cluster,
         default(1) if global_batch is None else global_batch,
@@ -229,7 +233,7 @@ def plan(
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
     if target is not None:
         shape, seq = shape_of_module(model), tokens_per_row(traced)
-        request = request.within(target_of(target).restriction(shape, seq, cluster.num_devices))
+        request = request.within(target_of(target).restriction(shape, seq))
     if global_batch is None:
         request = replace(request, global_batch=default(traced.together))
     note = ""

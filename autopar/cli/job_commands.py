@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING
 
 import click
 
 from autopar.cli import options
 from autopar.cli.terminal import progress, show
-from autopar.errors import AutoparError, shown
 
 if TYPE_CHECKING:
-    from autopar.targets.job import Exported, Job
+    from autopar.targets.job import Exported
 
 FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
-
-
-def _measured(text: str | None, job: Job, seq: int | None, gpus: int) -> float | None:
-    """The seconds of a step from a text: `8.1s`, `8100ms`, or `2400 tokens/s/gpu`."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(s|ms|tokens/s/gpu|tokens/s|)\s*", text.lower())
-    try:
-        value = float(found[1]) if found else 0.0
-    except ValueError:
-        value = 0.0
-    if found is None or not 0 < value < 1e15:
-        raise AutoparError(
-            f"--measured {shown(text)} is not a time or rate; write 8.1s, 8100ms, '2400 tokens/s/gpu' or '9600 tokens/s'"
-        )
-    if not found[2].startswith("tokens"):
-        return value / 1e3 if found[2] == "ms" else value
-    length = seq or job.seq
-    if not length:
-        raise AutoparError("a rate in tokens needs the tokens of a sequence: give --seq")
-    rate = value * (gpus if found[2].endswith("gpu") else 1)
-    return job.layout.batch_on(gpus) * length / rate
 
 
 @click.command(cls=options.Command)
@@ -58,7 +34,9 @@ def _measured(text: str | None, job: Job, seq: int | None, gpus: int) -> float |
     help="Sequences per step, if the file does not say them.",
 )
 @click.option(
-    "--measured", metavar="8.1s", help="A measured step, or its rate ('2400 tokens/s/gpu')."
+    "--measured",
+    metavar="8.1s",
+    help="A measured step, its rate ('2400 tokens/s/gpu'), or the log of the framework.",
 )
 @FRAMEWORK
 @options.limit
@@ -80,14 +58,15 @@ def check(
     """What a job FILE of another framework needs on a cluster, what refuses it, and what is better.
     Exit code 1 if it is refused, does not fit, or cannot be priced.
 
-    FILE is a Megatron-LM launch script, its dump of arguments or YAML, an Accelerate configuration, or
-    a DistributedConfig of Transformers.  Nothing in it is run.
+    FILE is a launch script or a configuration of Megatron-LM, Megatron-Bridge, torchtitan, DeepSpeed,
+    Accelerate, Transformers or nanotron.  Nothing in it is run.
     \u000c
     `file` is its path, `cluster` and `model` are texts, `seq` tokens, batches sequences, `measured`
-    a text such as '8.1s', `time_limit` seconds. `as_json`: prints JSON instead of tables.
+    a text such as '8.1s' or the path of a log, `time_limit` seconds. `as_json`: prints JSON instead of tables.
     """
     with progress("reading") as tell:
         from autopar.jobs.check import check_job
+        from autopar.jobs.measured import measured_step_s
         from autopar.jobs.report import check_data, check_table
         from autopar.request.arguments import parsed_cluster
         from autopar.targets.registry import read_job
@@ -95,7 +74,8 @@ def check(
         job = read_job(file, framework)
         job = job.with_batches(micro_batch, global_batch)
         spec = parsed_cluster(cluster).one_kind
-        measured_s = _measured(measured, job, seq, spec.num_devices)
+        gpus = spec.num_devices
+        measured_s = measured_step_s(measured, job, seq, gpus) if measured is not None else None
         tell("pricing the job, and looking for better plans")
         answer = check_job(job, spec, model, seq, measured_s, time_limit)
     if as_json:

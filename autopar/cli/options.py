@@ -159,9 +159,10 @@ def search(command: Callable) -> Callable:
         parts = {name: given.pop(name) for name in _SOFTWARE}
         name = parts.pop("software")
         software = software_from(parts)
-        if name is not None:
+        within = given.get("target")
+        if name is not None or within is not None:
             at, pin, precision = (given.get(key) for key in ("cluster", "pin", "precision"))
-            software = software_like(name, software, at, parse_pins(pin or ""), precision)
+            software = software_like(name, software, at, parse_pins(pin or ""), precision, within)
         return command(*args, **given, software=software)
 
     found: Callable = with_software
@@ -184,32 +185,38 @@ _RECIPES = {"block": "blockwise"}
 
 
 def software_like(
-    name: str,
+    name: str | None,
     parts: Software,
     cluster: str | None,
     pins: Mapping[str, Any],
     precision: str | None,
+    target: str | None = None,
 ) -> Software:
-    """The software of the framework `name`, with the parts that `parts` has besides the defaults.
-    Pins of tp, pp, dp and zero, the precision and fp8 count as facts of its job, and the devices of
-    the cluster decide its kernel of attention.
+    """The software of the framework `name`, by default that of the target, with the parts that
+    `parts` has besides the defaults. Pins of tp, pp, dp and zero, the precision and fp8 count as
+    facts of its job, and the devices of the cluster decide its kernel of attention.
 
-    Raises AutoparError for an unknown framework or cluster.
+    Raises AutoparError for an unknown framework, target or cluster.
     """
     from autopar.request.framework_names import is_deepspeed
     from autopar.request.frameworks import software_of
+    from autopar.targets.registry import target_of
 
     facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
-    if facts.get("zero"):
-        sharded = "fsdp" if facts["zero"] == 3 else "dist_optimizer"
-        facts["sharding"] = "zero" if is_deepspeed(name) else sharded
+    facts["compiled"] = parts.compiled
     if parts.matmul_dtype == "fp8":
         recipe = _RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
         facts |= {"matmul": "fp8", "recipe": recipe}
     if precision in ("bf16", "fp16", "fp32"):
         facts["compute"] = precision
     generation = ClusterSpec.parse(cluster).groups[0].device.generation if cluster else ""
-    base = software_of(name, generation=generation, compiled=parts.compiled, **facts)
+    if name is None:
+        base = target_of(target or "").software_for(generation, **facts)
+    else:
+        if facts.get("zero"):
+            sharded = "fsdp" if facts["zero"] == 3 else "dist_optimizer"
+            facts["sharding"] = "zero" if is_deepspeed(name) else sharded
+        base = software_of(name, generation=generation, **facts)
     return replace(base, **{k: v for k, v in parts.as_data().items() if k != "fitted"})
 
 

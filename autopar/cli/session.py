@@ -83,7 +83,7 @@ class Planner:
         self._traced: dict[int, TracedModel] = {}
         self.traced_s = 0.0  # since the last search
         if self.target:
-            self._restriction(self.cluster)  # an unknown target is an error at once
+            self._restriction()  # an unknown target is an error at once
 
     def traced(self, seq: int | None = None) -> TracedModel:
         """The traced model on sequences of `seq` tokens (default: the length of the request). Each
@@ -126,14 +126,14 @@ class Planner:
             runners_up=runners_up,
         )
         if self.target and within_target:
-            request = request.within(self._restriction(request.cluster, seq))
+            request = request.within(self._restriction(seq))
         traced, limit_s = self.traced(seq), time_limit_s or self.time_limit_s
         left_s, self.traced_s = api.time_left_s(limit_s, self.traced_s), 0.0
         return api.plan_traced(traced, request, left_s, self.tell)
 
     def pins_within(self, pin: Mapping[str, Any]) -> Mapping[str, Any]:
         """The pins under which plans are made: the user's, and those of the command's target."""
-        return self._restriction(self.cluster).pins_with(pin) if self.target else pin
+        return self._restriction().pins_with(pin) if self.target else pin
 
     def compared_with_free(self, plan: Plan, pin: Mapping[str, Any]) -> Plan:
         """The plan with a note on what the limits of the command's target cost, against the best plan
@@ -144,19 +144,19 @@ class Planner:
         self.tell("planning without the limits of the target")
         step_s = plan.predicted.step_time_s
         free_s = min(self.plan(pin, within_target=False).predicted.step_time_s, step_s)
-        name = self._restriction(self.cluster).name
+        name = self._restriction().name
         words = f"what {name} can run takes {step_s / free_s - 1:.1%} more than the best plan of autopar, {free_s * 1e3:.4g} ms"
         return replace(plan, notes=(f"target {self.target}: {words}", *plan.notes))
 
-    def _restriction(self, cluster: Cluster, seq: int | None = None) -> Restriction:
-        """What the command's target can run of the model on a cluster."""
+    def _restriction(self, seq: int | None = None) -> Restriction:
+        """What the command's target can run of the model."""
         from autopar.targets.job import ModelShape
         from autopar.targets.model_shape import shape_of
         from autopar.targets.registry import target_of
 
         shape = shape_of(self.spec) or ModelShape()
         target = target_of(self.target or "")
-        return target.restriction(shape, seq or self.seq, cluster.num_devices)
+        return target.restriction(shape, seq or self.seq)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
         """A plan for the request `ask`, searched for at most `time_limit_s` seconds or the

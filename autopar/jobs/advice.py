@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from autopar.errors import AutoparError
 from autopar.jobs.pricing import Setting
@@ -59,31 +60,23 @@ def differences(target: Target, now: Job, then: Job) -> tuple[Difference, ...]:
         before, after = target.flags(now), target.flags(then)
     except NotExpressible:
         return ()
-    dashes = "--" if target.name in ("megatron", "torchtitan") else ""
 
     def shown(flags: dict[str, str], name: str) -> str:
         return (flags[name] or "on") if name in flags else ""
 
     names = [name for name in (*before, *after) if before.get(name) != after.get(name)]
     return tuple(
-        Difference(f"{dashes}{n}", shown(before, n), shown(after, n)) for n in dict.fromkeys(names)
+        Difference(f"{target.dashes}{n}", shown(before, n), shown(after, n))
+        for n in dict.fromkeys(names)
     )
 
 
-def fitting_changes(setting: Setting, target: Target, memory_bytes: int) -> tuple[Change, ...]:
+def fitting_changes(setting: Setting, memory_bytes: int) -> tuple[Change, ...]:
     """The single changes with which the job fits into `memory_bytes` of a device, the fastest first.
-    Changes that the framework refuses are left out.
+    Changes that the framework refuses or cannot say are left out.
     """
-    job, found = setting.job, list[Change]()
-    for layout in list(_single_changes(job.layout, setting))[:MOST_CHANGES]:
-        changed = replace(
-            job, layout=layout, shape=setting.shape, seq=setting.seq, gpus=setting.gpus, flags={}
-        )
-        told = differences(
-            target, replace(job, shape=setting.shape, seq=setting.seq, gpus=setting.gpus), changed
-        )
-        if not told or target.refusals(changed, setting.gpus):
-            continue
+    found = list[Change]()
+    for layout, told in islice(_legal_changes(setting), MOST_CHANGES):
         try:
             plan = setting.plan_of(layout)
         except AutoparError:
@@ -92,6 +85,16 @@ def fitting_changes(setting: Setting, target: Target, memory_bytes: int) -> tupl
         if peak <= memory_bytes:
             found.append(Change(told, layout, plan.predicted.step_time_s, peak))
     return tuple(sorted(found, key=lambda change: change.step_time_s))
+
+
+def _legal_changes(setting: Setting) -> Iterator[tuple[Layout, tuple[Difference, ...]]]:
+    """Each single change that the framework can run, with the options that it sets otherwise."""
+    job, target = setting.job, setting.target
+    for layout in _single_changes(job.layout, setting):
+        changed = replace(job, layout=layout, flags={})
+        told = differences(target, job, changed)
+        if told and not target.refusals(changed, setting.gpus):
+            yield layout, told
 
 
 def _single_changes(by: Layout, setting: Setting) -> Iterator[Layout]:
@@ -105,9 +108,8 @@ def _single_changes(by: Layout, setting: Setting) -> Iterator[Layout]:
             yield replace(by, zero=zero)
     if by.copies > 1:
         yield replace(by, copies=1)
-    if by.micro_batch > 1:
-        yield replace(by, micro_batch=by.micro_batch // 2)
-        yield replace(by, micro_batch=1)
+    for size in sorted({by.micro_batch // 2, 1} - {0, by.micro_batch}, reverse=True):
+        yield replace(by, micro_batch=size)
     if by.tp > 1 and not by.sequence_parallel:
         yield replace(by, sequence_parallel=True)
     if dp % 2 == 0:

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
-from autopar.errors import AutoparError, NoPlanFits
+from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.jobs.advice import Change, Difference, differences, fitting_changes
-from autopar.jobs.pricing import Setting, run_of, setting_of
+from autopar.jobs.pricing import Setting, setting_of
 from autopar.predict.chances import fit_chance
 from autopar.predict.run import RunPrediction
 from autopar.request.arguments import parsed_cluster
 from autopar.targets.from_plan import layers_of, layout_of
-from autopar.targets.job import Finding, Job
+from autopar.targets.job import Finding, Job, Layout
 from autopar.targets.registry import target_of
 from autopar.targets.target import Target
 
@@ -36,8 +35,10 @@ class Answer:
         why_not: why there is no price; '' if there is one.
         fits: whether the fullest device has the memory.
         chance: the chance that it fits, from 0 to 1, or None.
-        best: the best plan within the framework that fits, or None.
-        why_no_best: why there is none; '' if there is one.
+        best: the fastest plan within the framework that was found: one that leaves memory free, or the job's own layout. None if there
+            is neither.
+        bound_s: no plan within the framework that leaves memory free has a shorter step than this, in seconds. 0 if nothing is proved.
+        why_no_best: why no plan that leaves memory free was found; '' if one was.
         differences: the framework's options in which the best plan differs.
         changes: single changes with which the job fits, the fastest first; () if it fits.
         measured_s: measured seconds of a step, or None.
@@ -53,6 +54,7 @@ class Answer:
     fits: bool = False
     chance: float | None = None
     best: Plan | None = None
+    bound_s: float = 0.0
     why_no_best: str = ""
     differences: tuple[Difference, ...] = ()
     changes: tuple[Change, ...] = ()
@@ -62,6 +64,11 @@ class Answer:
     def refused(self) -> tuple[Finding, ...]:
         """What the framework refuses at start."""
         return tuple(finding for finding in self.findings if finding.kind == "refused")
+
+    @property
+    def runs(self) -> bool:
+        """Whether the framework starts the job and it fits."""
+        return self.fits and not self.refused
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -99,24 +106,15 @@ def check_job(
     spec = parsed_cluster(cluster).one_kind
     target = target_of(job.framework)
     findings = [*job.findings, *_devices_findings(job, spec)]
-    sized = replace(job, gpus=spec.num_devices)
+    answer = Answer(job, target, spec, measured_s=measured_s)
     try:
-        setting = setting_of(sized, spec, target.software, model, seq)
+        setting = setting_of(job, spec, model, seq)
     except AutoparError as error:
-        findings += target.refusals(sized, spec.num_devices)
-        return Answer(
-            job,
-            target,
-            spec,
-            findings=tuple(findings),
-            why_not=str(error),
-            why_no_best=str(error),
-            measured_s=measured_s,
-        )
-    known = replace(sized, shape=setting.shape, seq=setting.seq)
-    findings += target.refusals(known, spec.num_devices)
-    answer = Answer(job, target, spec, setting.seq, tuple(findings), measured_s=measured_s)
-    answer = _priced(answer, setting)
+        findings += target.refusals(replace(job, gpus=spec.num_devices), spec.num_devices)
+        why = str(error)
+        return replace(answer, findings=tuple(findings), why_not=why, why_no_best=why)
+    findings += target.refusals(setting.job, spec.num_devices)
+    answer = _priced(replace(answer, seq=setting.seq, findings=tuple(findings)), setting)
     return _advised(answer, setting, time_limit_s) if advise else answer
 
 
@@ -136,7 +134,7 @@ def _devices_findings(job: Job, cluster: ClusterSpec) -> list[Finding]:
 def _priced(answer: Answer, setting: Setting) -> Answer:
     """The answer with the price of the job's own layout, or the reason why it has none."""
     try:
-        run, plan = run_of(setting), setting.plan_of(setting.job.layout)
+        run, plan = setting.run, setting.plan_of(setting.job.layout)
     except AutoparError as error:
         return replace(answer, why_not=str(error))
     peak = max(plan.predicted.peak_memory_bytes)
@@ -147,27 +145,25 @@ def _priced(answer: Answer, setting: Setting) -> Answer:
 
 
 def _advised(answer: Answer, setting: Setting, time_limit_s: float) -> Answer:
-    target, job = answer.target, setting.job
-    limits = target.restriction(setting.shape, setting.seq, setting.gpus)
-    try:
-        best = setting.best(limits, time_limit_s)
-    except NoPlanFits as error:
-        return replace(answer, why_no_best=str(error))
-    except AutoparError as error:
-        return replace(answer, why_no_best=str(error))
-    told = replace(job, shape=setting.shape, seq=setting.seq)
-    better = replace(told, layout=_like(layout_of(best), job))
-    found = replace(answer, best=best, differences=differences(target, told, better))
+    """The answer with the best plan within the framework, and single changes if the job does not fit.
+    If no plan was found that is faster, the best one is the job's own layout.
+    """
+    target, job = setting.target, setting.job
     if answer.plan is not None and not answer.fits:
-        found = replace(
-            found, changes=fitting_changes(setting, target, answer.cluster.device.memory_bytes)
-        )
-    return found
+        changes = fitting_changes(setting, answer.cluster.device.memory_bytes)
+        answer = replace(answer, changes=changes)
+    try:
+        best = setting.best(target.restriction(job.shape, setting.seq), time_limit_s)
+    except AutoparError as error:
+        answer = replace(answer, why_no_best=str(error))
+        return replace(answer, best=answer.plan) if answer.runs else answer
+    bound_s, own = best.certificate.bound_s, answer.plan
+    if own and answer.runs and own.predicted.step_time_s <= best.predicted.step_time_s:
+        return replace(answer, best=own, bound_s=bound_s)
+    told = differences(target, job, replace(job, layout=_like(layout_of(best), job.layout)))
+    return replace(answer, best=best, bound_s=bound_s, differences=told)
 
 
-def _like(layout: Any, job: Job) -> Any:
-    """A layout of a plan, written as the job writes its own: what the devices leave stays open."""
-    by = job.layout
-    changes: dict[str, Any] = {"etp": by.etp, "group": 0}
-    changes |= {"dp": None} if by.dp is None else {}
-    return replace(layout, **changes)
+def _like(layout: Layout, by: Layout) -> Layout:
+    """A layout of a plan, written as a job writes its own: what the devices leave stays open."""
+    return replace(layout, etp=by.etp, group=0, dp=None if by.dp is None else layout.dp)

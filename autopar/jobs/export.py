@@ -53,33 +53,29 @@ def _shape(model: str, asked: bool) -> ModelShape:
         return ModelShape()
 
 
+_SHARDED = {
+    2: "which shards gradients too",
+    3: "which gathers parameters for each pass",
+}
+
+
 def convert(job: Job, target: str) -> Exported:
     """A job of one framework in the words of another. `losses` of the result has what is lost.
     Raises AutoparError if the other one cannot say its layout.
     """
     found = target_of(target)
     layout, losses = job.layout, list[str]()
-    if (
-        found.name in ("accelerate", "transformers", "torchtitan")
-        and layout.sequence_parallel
-        and found.name != "torchtitan"
-    ):
+    if layout.sequence_parallel and not found.sequence_parallel:
         layout = replace(layout, sequence_parallel=False)
         losses.append(
             "sequence parallelism over tp: activations between products are whole on each rank"
         )
-    if layout.zero == 1 and found.name in ("accelerate", "transformers", "torchtitan"):
-        layout = replace(layout, zero=3 if found.name == "transformers" else 2)
-        losses.append(
-            f"the distributed optimizer (ZeRO-1) becomes FSDP that shards gradients too (ZeRO-{layout.zero})"
-        )
-    elif layout.zero == 2 and found.name == "transformers":
-        layout = replace(layout, zero=3)
-        losses.append("ZeRO-2 becomes FSDP that gathers parameters for each pass (ZeRO-3)")
-    elif layout.zero > 1 and found.name == "megatron":
-        losses.append(
-            f"ZeRO-{layout.zero} becomes Megatron-FSDP, whose checkpoints are of another format"
-        )
+    more = [zero for zero in found.zero if zero > layout.zero]
+    if layout.zero not in found.zero and more:
+        layout = replace(layout, zero=more[0])
+        losses.append(f"ZeRO-{job.layout.zero} becomes ZeRO-{more[0]}, {_SHARDED[more[0]]}")
+    if layout.zero > 1 and found.sharding == "dist_optimizer":
+        losses.append(f"ZeRO-{layout.zero} is Megatron-FSDP, whose checkpoints have another format")
     moved = replace(job, framework=found.name, layout=layout, flags={})
     written = found.write(moved)
     losses += [f"{name}: not translated" for name in job.unpriced]

@@ -17,7 +17,7 @@ from autopar.ir.traced import TracedModel
 from autopar.jobs.shapes import dims_of, spec_of
 from autopar.models.base import ModelSpec
 from autopar.predict.defaults import complete
-from autopar.predict.evaluate import UNLIMITED_BYTES, case_of
+from autopar.predict.evaluate import RECOMPUTE_PINS, SCHEDULE_PINS, UNLIMITED_BYTES, case_of
 from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
 from autopar.predict.run import Software as RunSoftware
 from autopar.request.pins import EVEN, Pins
@@ -26,9 +26,11 @@ from autopar.request.restriction import Restriction
 from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.model_shape import shape_of
+from autopar.targets.registry import target_of
+from autopar.targets.target import Target
 
-_SCHEDULES = {"interleaved_1f1b": "interleaved"}
-_MODES = {"selective": "attention"}
+_SCHEDULES = {pin: words for words, pin in SCHEDULE_PINS.items()}
+_RECOMPUTE = {pin: words for words, pin in RECOMPUTE_PINS.items()}
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,16 @@ class Setting:
     """A job on a cluster, with the model that it trains.
 
     Attributes:
-        job: the job.
+        job: the job, with the devices of the cluster, and with the dimensions and length of the model.
+        target: its framework.
         cluster: the cluster.
         spec: the model.
-        shape: its dimensions, as far as they are known.
-        seq: tokens of a sequence.
-        framework: the words by which predictions choose facts of the framework.
     """
 
     job: Job
+    target: Target
     cluster: ClusterSpec
     spec: ModelSpec
-    shape: ModelShape
-    seq: int
-    framework: str
     _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -57,17 +55,29 @@ class Setting:
         """The number of devices."""
         return self.cluster.num_devices
 
+    @property
+    def seq(self) -> int:
+        """Tokens of a sequence."""
+        return self.job.seq or 0
+
     @cached_property
     def traced(self) -> TracedModel:
         """The captured model."""
         return api.trace_spec(replace(self.spec, name=""), self.seq)
 
     @cached_property
+    def run(self) -> Run:
+        """The job as a run of `autopar predict`, whose tables fill in what its file does not say.
+        Raises AutoparError for a layout that no framework can start.
+        """
+        return run_of(self, self.job.layout)
+
+    @cached_property
     def software(self) -> Software:
         """The software of the job: what its file says, the rest by the framework."""
         facts = self.job.facts
         found = case_of(self._startable()).software
-        if facts.fused_loss is not None and self.job.framework == "megatron":
+        if facts.fused_loss is not None:
             found = replace(found, loss_kernel="fused" if facts.fused_loss else "in_place")
         return (
             found
@@ -78,16 +88,16 @@ class Setting:
     def _startable(self) -> Run:
         """The job as a run; with its devices data-parallel if no framework can start its layout."""
         try:
-            return run_of(self)
+            return self.run
         except AutoparError:
             by = Layout(dp=self.gpus, global_batch=self.gpus, zero=self.job.layout.zero)
-            return run_of(replace(self, job=replace(self.job, layout=by)))
+            return run_of(self, by)
 
     def plan_of(self, layout: Layout) -> Plan:
         """The plan with a layout, on devices with unlimited memory. Raises AutoparError if it cannot
         be priced.
         """
-        pins = pins_of(layout, self.gpus, self.shape.layers)
+        pins = pins_of(layout, self.gpus, self.job.shape.layers)
         key = tuple(pins.items()), layout.batch_on(self.gpus)
         if key not in self._plans:
             device = replace(self.cluster.device, memory_bytes=UNLIMITED_BYTES)
@@ -113,10 +123,11 @@ class Setting:
 
 
 def setting_of(
-    job: Job, cluster: ClusterSpec, framework: str, model: str | None = None, seq: int | None = None
+    job: Job, cluster: ClusterSpec, model: str | None = None, seq: int | None = None
 ) -> Setting:
     """The setting of a job. `model` (a MODEL text) and `seq` replace what the file says. Raises
-    AutoparError if the model or the length of sequences cannot be determined.
+    AutoparError if the framework is not known, or if the model or the length of sequences cannot be
+    determined.
     """
     from autopar.models import parse_model
 
@@ -124,11 +135,10 @@ def setting_of(
     length = seq or job.seq or (spec.max_seq if spec else 0)
     if not length:
         raise AutoparError("the tokens of a sequence cannot be determined: give --seq")
-    if spec is None:
-        spec, shape = spec_of(job.shape, length), job.shape
-    else:
-        shape = shape_of(spec) or ModelShape()
-    return Setting(job, cluster, spec, shape, length, framework)
+    shape = job.shape if spec is None else shape_of(spec) or ModelShape()
+    known = replace(job, gpus=cluster.num_devices, shape=shape, seq=length)
+    target = target_of(job.framework)
+    return Setting(known, target, cluster, spec or spec_of(shape, length))
 
 
 def pins_of(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
@@ -168,17 +178,17 @@ def mode_of(layout: Layout, layers: int) -> str:
     return f"every-{every}" if every > 1 else "full"
 
 
-def run_of(setting: Setting) -> Run:
-    """The job as a run of `autopar predict`, whose tables fill in what its file does not say. Raises
-    AutoparError for a layout that no framework can start.
+def run_of(setting: Setting, by: Layout) -> Run:
+    """A job with the layout `by` as a run of `autopar predict`. Raises AutoparError for a layout that
+    no framework can start.
     """
     job, gpus = setting.job, setting.gpus
-    by, facts, device = job.layout, job.facts, setting.cluster.device
-    dims = dims_of(setting.shape, setting.seq) if not setting.shape.lacking else _stand_in(setting)
+    facts, device = job.facts, setting.cluster.device
+    dims = dims_of(job.shape, setting.seq) if not job.shape.lacking else _stand_in(setting, by)
     topology = setting.cluster.topology
     stated: dict[str, Any] = {f.name: getattr(dims, f.name) for f in fields(dims)}
     stated |= {
-        "framework": setting.framework,
+        "framework": setting.target.software,
         "gpu": _known_gpu(setting.cluster),
         "gpus": gpus,
         "gpus_per_node": topology.devices_per_node,
@@ -199,13 +209,10 @@ def run_of(setting: Setting) -> Run:
         "micro_batch": by.micro_batch,
         "global_batch": by.batch_on(gpus),
     }
-    stated |= {"sharding": _sharding(job), "shard_group": by.shard_on(gpus) or None}
-    stated |= {
-        "recompute": _MODES.get(
-            by.recompute, "layers" if by.recompute.startswith("every") else by.recompute
-        )
-    }
-    stated |= {"schedule": _SCHEDULES.get(by.schedule, by.schedule), "embedding_as_layer": False}
+    stated |= {"sharding": _sharding(by, setting.target), "shard_group": by.shard_on(gpus) or None}
+    recompute = _RECOMPUTE.get(by.recompute, "layers")  # the others are `every-k`
+    schedule = _SCHEDULES.get(by.schedule, by.schedule)
+    stated |= {"recompute": recompute, "schedule": schedule, "embedding_as_layer": False}
     stated |= {
         "matmul": "fp8" if facts.fp8 else facts.precision,
         "compute": facts.precision,
@@ -247,18 +254,18 @@ def _known_gpu(cluster: ClusterSpec) -> str:
     return device.name if device.name in DEVICES or not alike else alike[0]
 
 
-def _sharding(job: Job) -> str:
-    if job.layout.zero == 0:
+def _sharding(by: Layout, target: Target) -> str:
+    """What shards over the data-parallel ranks, a row of `SHARDINGS`."""
+    if by.zero == 0:
         return "none"
-    names = {"megatron": "dist_optimizer", "deepspeed": "zero", "nanotron": "zero"}
-    return names.get(job.framework, "hsdp" if job.layout.copies > 1 else "fsdp")
+    name = "fsdp" if by.zero > 1 and target.sharding == "dist_optimizer" else target.sharding
+    return "hsdp" if name == "fsdp" and by.copies > 1 else name
 
 
-def _stand_in(setting: Setting) -> Dims:
+def _stand_in(setting: Setting, by: Layout) -> Dims:
     """Dimensions for the tables of predictions if those of the model are not known: only whether
     fields apply depends on them.
     """
-    by = setting.job.layout
     layers = max(setting.spec.num_layers, by.pp * by.vpp)
     return Dims(
         "llama",

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.jobs.check import Answer
+from autopar.request.plan_request import TOLERANCE
 from autopar.targets.job import Layout
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, short_words
 from autopar.text.tables import grid
-from autopar.text.units import gib, ms, percent
+from autopar.text.units import PROVED, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -165,18 +166,40 @@ def _advice(answer: Answer) -> Iterator[Any]:
         )
     elif answer.plan is not None and not answer.fits:
         yield grid("Single changes that fit", ("",), [("none of those tried",)])
-    if answer.best is None:
-        yield grid("Best plan within this framework", ("",), [(f"none: {answer.why_no_best}",)])
+    yield grid("Best plan within this framework", ("",), [(line,) for line in _best_lines(answer)])
+
+
+def _best_lines(answer: Answer) -> Iterator[str]:
+    """The best plan, what is proved about it, and the options in which it differs."""
+    best, own = answer.best, answer.plan
+    if answer.why_no_best:
+        yield f"none that leaves memory free: {answer.why_no_best}"
+    if best is None:
         return
-    best = answer.best.predicted
-    words = (
-        f"{short_words(answer.best)}: {ms(best.step_time_s)}, {gib(max(best.peak_memory_bytes))}"
+    step_s = best.predicted.step_time_s
+    size = gib(max(best.predicted.peak_memory_bytes))
+    if best is own:
+        yield f"the job's own layout, {ms(step_s)}: no faster one was found"
+    else:
+        more = percent(own.predicted.step_time_s / step_s - 1) if own else ""
+        words = f"; the job's layout takes {more} more" if own else ""
+        yield f"{short_words(best)}: {ms(step_s)}, {size}{words}"
+    if answer.bound_s:
+        yield proof_words(answer)
+    yield from (f"  {difference}" for difference in answer.differences)
+
+
+def proof_words(answer: Answer) -> str:
+    """What is proved about the best plan of an answer."""
+    assert answer.best is not None
+    faster = answer.best.predicted.step_time_s / answer.bound_s - 1
+    if faster <= PROVED:
+        return "proved: no plan that leaves memory free is faster"
+    words = f"a plan that leaves memory free is at most {percent(faster)} faster"
+    is_proved = faster <= 2 * TOLERANCE
+    return (
+        f"proved: {words}" if is_proved else f"not proved in time: {words}; --time-limit is longer"
     )
-    if answer.plan is not None:
-        more = answer.plan.predicted.step_time_s / best.step_time_s - 1
-        words += f"; the job's layout takes {percent(more)} more"
-    lines = [words, *(f"  {difference}" for difference in answer.differences)]
-    yield grid("Best plan within this framework", ("",), [(line,) for line in lines])
 
 
 def check_data(answer: Answer) -> dict[str, Any]:
@@ -196,6 +219,7 @@ def check_data(answer: Answer) -> dict[str, Any]:
         "fits": answer.fits,
         "chance": answer.chance,
         "best": asdict(best.predicted) | {"layout": short_words(best)} if best else None,
+        "best_bound_s": answer.bound_s,
         "no_best": answer.why_no_best,
         "differences": [asdict(difference) for difference in answer.differences],
         "changes": [

@@ -51,12 +51,19 @@ def read(source: Source) -> Job:
     facts = _facts(args)
     gpus = args.whole("num_processes")
     nodes = args.whole("num_machines") or 1
-    layout = {"DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}.get(kind, _fsdp)(args, kind)
+    layout = (
+        _deepspeed(args)
+        if kind == "DEEPSPEED"
+        else _megatron(args)
+        if kind == "MEGATRON_LM"
+        else _fsdp(args, sharded=kind == "FSDP")
+    )
     if kind in ("NO", "MULTI_CPU", "TPU", "XLA"):
         args.find("note", f"distributed_type {kind} is read as data parallelism without sharding")
-    read_names = args.used
-    return Job("accelerate", ModelShape(), layout, gpus, gpus // nodes if gpus and gpus % nodes == 0 else None, None, facts,
-               read_names, args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
+    per_node = gpus // nodes if gpus and gpus % nodes == 0 else None
+    return args.job(
+        "accelerate", _NEUTRAL, layout=layout, gpus=gpus, gpus_per_node=per_node, facts=facts
+    )
 
 
 def _facts(args: Arguments) -> Facts:
@@ -78,13 +85,12 @@ def _sizes(args: Arguments) -> dict[str, int]:
     return found
 
 
-def _fsdp(args: Arguments, kind: str) -> Layout:
+def _fsdp(args: Arguments, sharded: bool) -> Layout:
     size = _sizes(args)
     has = any(name.startswith("parallelism_config.") for name in args.values)
     version = args.whole("fsdp_config.fsdp_version") or 1
     strategy = (args.text("fsdp_config.fsdp_sharding_strategy") or "").upper()
     reshard = (args.text("fsdp_config.fsdp_reshard_after_forward") or "").upper()
-    sharded = kind == "FSDP"
     kept = strategy in ("SHARD_GRAD_OP", "2") or reshard in ("FALSE", "SHARD_GRAD_OP")
     zero = (
         0
@@ -127,7 +133,7 @@ def _fsdp(args: Arguments, kind: str) -> Layout:
     )
 
 
-def _deepspeed(args: Arguments, kind: str) -> Layout:
+def _deepspeed(args: Arguments) -> Layout:
     size, of = _sizes(args), "deepspeed_config."
     parameters, state = (
         args.text(f"{of}offload_param_device"),
@@ -155,7 +161,7 @@ def _deepspeed(args: Arguments, kind: str) -> Layout:
     )
 
 
-def _megatron(args: Arguments, kind: str) -> Layout:
+def _megatron(args: Arguments) -> Layout:
     of = "megatron_lm_config.megatron_lm_"
     tp, pp = args.whole(f"{of}tp_degree") or 1, args.whole(f"{of}pp_degree") or 1
     args.whole(f"{of}num_micro_batches")
@@ -216,7 +222,7 @@ def late_findings(job: Job) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What Accelerate can run: FSDP 2 with tensor and context parallelism, or copies alone."""
 
     def allows(choice: Any) -> bool:
@@ -333,6 +339,16 @@ def write(job: Job) -> Exported:
 
 
 ACCELERATE = Target(
-    "accelerate", "Accelerate 1.15", _reads, read, refusals, restriction, write, "fsdp", flags_of
+    "accelerate",
+    "Accelerate 1.15",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "accelerate",
+    flags_of,
+    zero=(0, 2, 3),
+    sequence_parallel=False,
 )
 """Hugging Face Accelerate."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.expansion import is_known, shown_value
-from autopar.targets.job import Finding
+from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off", "none", "null")
@@ -93,10 +94,15 @@ class Arguments:
         what = f"{name} is {shown_value(value)}, which cannot be determined from the file"
         self.find("unknown", what, legal=(f"write the value of {name} in its place",))
 
-    @property
-    def used(self) -> dict[str, str]:
-        """The options that were read so far, by name."""
-        return {name: value for name, value in self.values.items() if name in self.read}
+    def job(self, framework: str, neutral: re.Pattern[str] | None = None, **fields: Any) -> Job:
+        """The job with these fields, the options that were read, those without a price and what was
+        found. Options that match `neutral` need no price; without it none is listed.
+        """
+        flags = {name: value for name, value in self.values.items() if name in self.read}
+        unpriced = self.rest(neutral) if neutral else ()
+        return Job(
+            framework, flags=flags, unpriced=unpriced, findings=tuple(self.findings), **fields
+        )
 
     def rest(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
         """The options that were not read and do not match `neutral`, as `name=value`."""

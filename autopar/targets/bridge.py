@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
@@ -36,6 +37,7 @@ _NAMES = {
 """Paths of arguments whose name differs, or that are not of the model. Others are `model.NAME`."""
 _TURNED = {
     "untie-embeddings-and-output-weights": ("model.share_embeddings_and_output_weights", "false"),
+    "disable-bias-linear": ("model.add_bias_linear", "false"),
     "grad-reduce-in-bf16": ("ddp.grad_reduce_in_fp32", "false"),
     "no-overlap-p2p-communication": ("comm_overlap.overlap_p2p_comm", "false"),
     "no-gradient-accumulation-fusion": ("model.gradient_accumulation_fusion", "false"),
@@ -47,7 +49,16 @@ _OVERRIDE = re.compile(
     re.DOTALL,
 )
 _BACK = {path.rpartition(".")[2]: name for name, path in _NAMES.items()}
-_BACK |= {path.rpartition(".")[2]: name for name, (path, _) in _TURNED.items()}
+_TURNED_BACK = {path.rpartition(".")[2]: name for name, (path, _) in _TURNED.items()}
+_SAID = {
+    "dp_overlap": ("overlap_grad_reduce",),
+    "tp_overlap": ("tp_comm_overlap",),
+    "pp_overlap": ("overlap_p2p_comm", "no_overlap_p2p_communication"),
+    "dropout": ("hidden_dropout",),
+    "fused_loss": ("cross_entropy_loss_fusion",),
+    "fused_accumulation": ("no_gradient_accumulation_fusion",),
+}
+"""The arguments that say a fact. What a file leaves out, a recipe decides."""
 
 
 def _reads(source: Source) -> bool:
@@ -65,8 +76,7 @@ def read(source: Source) -> Job:
     if source.name.endswith((".yaml", ".yml")):
         job = read_megatron(source)
         bf16 = {"bf16", "fp16"}.isdisjoint(job.flags)
-        facts = replace(job.facts, precision="bf16") if bf16 else job.facts
-        return replace(job, framework="bridge", facts=facts)
+        return _of_recipe(job, "bf16" if bf16 else job.facts.precision)
     words = [
         word
         for command, _ in read_script(source.text, source.read_file).commands
@@ -81,7 +91,16 @@ def read(source: Source) -> Job:
         name = path.rpartition(".")[2]
         options |= _argument(name, value)
     options["fp16" if options.pop("mixed_precision", "").startswith("fp16") else "bf16"] = "true"
-    return replace(job_of(options), framework="bridge")
+    job = job_of(options)
+    return _of_recipe(job, job.facts.precision)
+
+
+def _of_recipe(job: Job, precision: str) -> Job:
+    """A job of Megatron-LM as one of Megatron-Bridge, in a precision."""
+    said = job.flags.keys()
+    unsaid: dict[str, Any] = {name: None for name in _SAID if said.isdisjoint(_SAID[name])}
+    facts = replace(job.facts, precision=precision, **unsaid)
+    return replace(job, framework="bridge", facts=facts)
 
 
 def _launcher(words: list[str]) -> dict[str, str]:
@@ -95,9 +114,8 @@ def _launcher(words: list[str]) -> dict[str, str]:
 
 def _argument(name: str, value: str) -> dict[str, str]:
     """The argument of Megatron-LM for a field of a recipe, by name."""
-    turned = {path.rpartition(".")[2]: argument for argument, (path, _) in _TURNED.items()}
-    if name in turned:
-        return {turned[name].replace("-", "_"): "true"} if value.lower() == "false" else {}
+    if name in _TURNED_BACK:
+        return {_TURNED_BACK[name].replace("-", "_"): "true"} if value.lower() == "false" else {}
     return {_BACK.get(name, name).replace("-", "_"): value}
 
 
@@ -146,5 +164,7 @@ BRIDGE = Target(
     "megatron-bridge",
     flags_of,
     ("megatron-bridge", "nemo"),
+    sharding="dist_optimizer",
+    overlaps=True,
 )
 """Megatron-Bridge and NeMo."""

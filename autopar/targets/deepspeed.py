@@ -66,19 +66,7 @@ def read(source: Source) -> Job:
         )
     if batch is None and micro and steps:
         args.find("note", f"the global batch is {micro} x {steps} x the data-parallel ranks")
-    flags = args.used
-    return Job(
-        "deepspeed",
-        ModelShape(),
-        layout,
-        None,
-        None,
-        None,
-        _facts(args, data),
-        flags,
-        args.rest(_NEUTRAL),
-        tuple(args.findings),
-    )
+    return args.job("deepspeed", _NEUTRAL, layout=layout, facts=_facts(args, data))
 
 
 def _offload(args: Arguments) -> str:
@@ -131,8 +119,7 @@ def _steps(job: Job) -> int | None:
 def refusals(job: Job, gpus: int) -> list[Finding]:
     """What DeepSpeed refuses at start."""
     by, found = job.layout, list[Finding]()
-    dp = by.dp_on(gpus) * by.cp  # its data-parallel ranks are those of sequence parallelism too
-    dp //= by.cp
+    dp = by.dp_on(gpus)
     steps, batch = _steps(job), by.global_batch
     if steps and batch and _MICRO in job.flags and batch != by.micro_batch * steps * dp:
         found.append(
@@ -170,7 +157,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return [*found, *late_findings(job)]
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What a configuration of DeepSpeed can say: ZeRO without a pipeline, tp, and Ulysses."""
 
     def allows(choice: Any) -> bool:
@@ -247,6 +234,16 @@ def write(job: Job) -> Exported:
 
 
 DEEPSPEED = Target(
-    "deepspeed", "DeepSpeed 0.19", _reads, read, refusals, restriction, write, "deepspeed", flags_of
+    "deepspeed",
+    "DeepSpeed 0.19",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "deepspeed",
+    flags_of,
+    sharding="zero",
+    sequence_parallel=False,
 )
 """DeepSpeed."""

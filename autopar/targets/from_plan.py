@@ -9,11 +9,14 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
+from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 
 _LAYER = re.compile(r"(^|\.)\d+(\.|$)")
 _WHOLE = re.compile(r"norm|(^|_)ln_?\d*_|router|(^|_)gate_weight$|scale")
 """Weights of a layer that every framework leaves whole under tp: norms and routers."""
+_SCALINGS = {"current": "tensorwise", "block": "blockwise"}
+"""Scalings of fp8 that jobs of frameworks call otherwise."""
 
 
 def layers_of(plan: Plan) -> tuple[int, ...]:
@@ -116,6 +119,13 @@ def job_of_plan(
     precision = plan.precision if plan.precision in ("bf16", "fp16", "fp32") else ""
     if not precision:
         raise AutoparError(f"the plan is for {plan.precision}, which no framework trains in")
-    return Job(
-        target, shape, layout_of(plan), plan.mesh.num_devices, gpus_per_node, seq, Facts(precision)
+    software = Software.from_data(plan.made_for.software)
+    facts = Facts(
+        precision,
+        _SCALINGS.get(software.fp8_scaling, software.fp8_scaling)
+        if software.matmul_dtype == "fp8"
+        else "",
+        dp_overlap=software.dp_overlap,
+        compile=software.compiled,
     )
+    return Job(target, shape, layout_of(plan), plan.mesh.num_devices, gpus_per_node, seq, facts)

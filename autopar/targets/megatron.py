@@ -18,5 +18,8 @@ MEGATRON = Target(
     "megatron",
     flags_of,
     ("megatron-lm", "mcore"),
+    dashes="--",
+    sharding="dist_optimizer",
+    overlaps=True,
 )
 """Megatron-LM."""

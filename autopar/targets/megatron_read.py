@@ -19,6 +19,16 @@ _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_lay
           "micro_batch_size", "num_attention_heads", "global_batch_size", "seq_length")  # fmt: skip
 """Options by which a job is recognized: two of them are enough."""
 
+RECIPES = {
+    "tensorwise": "tensorwise",
+    "delayed": "delayed",
+    "mxfp8": "mx",
+    "blockwise": "blockwise",
+}
+"""The scaling of fp8 by `--fp8-recipe`."""
+STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""The ZeRO stage by `--data-parallel-sharding-strategy`."""
+
 NEUTRAL = re.compile(
     r"(decoupled_)?(min_)?lr(_.*)?|.*data_(path|cache_path|args_path|parallel_random_init).*|data_cache.*|(no_)?(save|load)(_.*)?|"
     r"log(_.*)?|.*_log_.*|tensorboard.*|wandb.*|tokenizer.*|split|seed|train_(iters|samples|data_path)|eval.*|valid.*|test.*|"
@@ -250,12 +260,13 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
             "note",
             f"the batch grows at first (rampup_batch_size {ramp}): times are those of the full batch",
         )
+    args.flag("disable_bias_linear")
     _unpriced_values(args)
     args.read.update(name for name in args.values if name.startswith("env_"))
-    unpriced = () if resolved else args.rest(NEUTRAL)
-    flags = args.used
-    return Job(
-        "megatron", shape, layout, gpus, per_node, seq, facts, flags, unpriced, tuple(args.findings)
+    devices = {"gpus": gpus, "gpus_per_node": per_node}
+    neutral = None if resolved else NEUTRAL
+    return args.job(
+        "megatron", neutral, shape=shape, layout=layout, seq=seq, facts=facts, **devices
     )
 
 
@@ -291,7 +302,7 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         top_k=(args.whole("moe_router_topk") or 2) if experts else 0,
         moe_ffn=(args.whole("moe_ffn_hidden_size") or ffn) if experts else 0,
         shared_ffn=args.whole("moe_shared_expert_intermediate_size", least=0) or 0,
-        first_dense=_first_dense(args, layers) if experts else 0,
+        first_dense=_first_dense(args) if experts else 0,
         mtp=args.whole("mtp_num_layers", least=0) or 0,
         gated=gated,
         tied=not untied if shared is None else shared,
@@ -308,7 +319,7 @@ def _latent(args: Arguments) -> tuple[int, ...]:
     return tuple(args.whole(n, least=0) or d for n, d in zip(names, defaults, strict=True))
 
 
-def _first_dense(args: Arguments, layers: int) -> int:
+def _first_dense(args: Arguments) -> int:
     """The dense layers before the first one with experts, from `--moe-layer-freq`."""
     text = args.text("moe_layer_freq")
     if text in (None, "", "1"):
@@ -402,7 +413,7 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     counted = shape.layers + embedding + loss
     vpp = virtual or (max(1, counted // pp // each) if each and pp > 1 else 1)
     if pp == 1:
-        return 1, ()
+        return virtual or 1, ()
     if first is not None or last is not None:
         return vpp, ended_stages(shape.layers, pp, vpp, first, last)
     if embedding or loss:
@@ -415,15 +426,14 @@ def _zero(args: Arguments) -> int:
     fsdp = args.flag("use_megatron_fsdp", "use_custom_fsdp")
     strategy = args.text("data_parallel_sharding_strategy")
     if fsdp:
-        stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-        if strategy not in (None, *stages):
+        if strategy not in (None, *STRATEGIES):
             args.find(
                 "refused",
                 f"data_parallel_sharding_strategy {strategy} is not known",
-                legal=tuple(stages),
+                legal=tuple(STRATEGIES),
             )
         args.flag("use_distributed_optimizer")
-        return stages.get(strategy or "no_shard", 0)
+        return STRATEGIES.get(strategy or "no_shard", 0)
     if args.flag("use_torch_fsdp2"):
         return 2 if args.flag("torch_fsdp2_no_reshard_after_forward") else 3
     return int(bool(args.flag("use_distributed_optimizer")))
@@ -474,14 +484,6 @@ def _offload(args: Arguments) -> str:
     return "optimizer"
 
 
-_RECIPES = {
-    "tensorwise": "tensorwise",
-    "delayed": "delayed",
-    "mxfp8": "mx",
-    "blockwise": "blockwise",
-}
-
-
 def _facts(args: Arguments, layout: Layout) -> Facts:
     bf16, fp16 = args.flag("bf16"), args.flag("fp16")
     fp8 = args.text("fp8_format", "fp8")
@@ -505,7 +507,7 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
         else "fp16"
         if fp16
         else "fp32",
-        fp8=_RECIPES.get(recipe or "delayed", "delayed") if fp8 and fp8.lower() != "false" else "",
+        fp8=RECIPES.get(recipe or "delayed", "delayed") if fp8 and fp8.lower() != "false" else "",
         grads=grads,
         dp_overlap=bool(overlaps),
         tp_overlap=bool(args.flag("tp_comm_overlap")),
@@ -535,6 +537,7 @@ def _unpriced_values(args: Arguments) -> None:
     """Marks options as read whose default value changes nothing."""
     names = (
         "cp_comm_type moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_router_topk moe_router_load_balancing_type "
+        "use_precision_aware_optimizer "
         "cross_entropy_fusion_impl ckpt_format recompute_activations m max_position_embeddings use_distributed_optimizer"
     )
     for name in names.split():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autopar.request.restriction import Restriction
+from autopar.targets.arguments import Arguments
 from autopar.targets.job import Finding, Job, ModelShape
 from autopar.targets.megatron_layout import counted_stages
 from autopar.targets.target import divisors_near, multiples_near
@@ -36,8 +37,7 @@ def _refused(what: str, theirs: str, *legal: str) -> Finding:
 
 
 def _on(job: Job, name: str) -> bool:
-    value = job.flags.get(name)
-    return value is not None and value.lower() not in ("false", "none", "0", "no")
+    return Arguments(job.flags).flag(name) is True
 
 
 def _world(job: Job, gpus: int) -> Iterator[Finding]:
@@ -108,10 +108,12 @@ def _layers(job: Job, gpus: int) -> Iterator[Finding]:
         yield _refused("layers of the first or last stage are given together with embedding or loss that count as layers",
                        "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage cannot be set at the same time with "
                        "account_for_embedding_in_pipeline_split")  # fmt: skip
-    elif ends and not by.stages:
+    elif by.stages:
+        return
+    elif ends:
         yield _refused(f"{layers} layers less those of the first and last stage cannot be shared out over the other stages evenly",
                        "number of layers at middle stage must be divisible by the middle pipeline model parallel size")  # fmt: skip
-    elif not ends and counted % by.pp:
+    elif counted % by.pp:
         legal = [f"{PP} {d}" for d in divisors_near(counted, by.pp) if gpus % d == 0]
         if not (embedding or loss) and counted_stages(layers, by.pp * by.vpp, True, True):
             legal.append(
@@ -121,7 +123,7 @@ def _layers(job: Job, gpus: int) -> Iterator[Finding]:
         yield _refused(
             what, "Number of layers should be divisible by the pipeline-model-parallel size", *legal
         )
-    elif not ends and by.vpp > 1 and counted // by.pp % by.vpp:
+    elif by.vpp > 1 and counted // by.pp % by.vpp:
         legal = [
             f"--num-virtual-stages-per-pipeline-rank {d}"
             for d in divisors_near(counted // by.pp, by.vpp)
@@ -246,6 +248,13 @@ def _experts(job: Job, gpus: int) -> Iterator[Finding]:
         legal += [f"{ETP} 1"] if etp > 1 and gpus % (by.ep * by.pp) == 0 else []
         yield _refused(f"the experts' tp {etp} x ep {by.ep} x pp {by.pp} = {unit} does not divide {gpus} devices",
                        f"world_size ({gpus}) is not divisible by expert_tensor_model_pipeline_parallel size ({unit})", *legal)  # fmt: skip
+    if etp > 1 and "num_experts" in job.flags and not _on(job, "disable_bias_linear"):
+        yield _refused(
+            f"experts with biases and their tp {etp}",
+            "Bias in Moe is only supported when ETP==1",
+            "--disable-bias-linear",
+            f"{ETP} 1",
+        )
     if by.tp > 1 and not by.sequence_parallel:
         yield _refused(
             "a mixture of experts with tp > 1 needs sequence parallelism",
@@ -297,26 +306,32 @@ def _switches(job: Job, gpus: int) -> Iterator[Finding]:
             f"{PP} 4",
             "drop --no-overlap-p2p-communication",
         )
+    if _on(job, "optimizer_cpu_offload") and not _on(job, "use_precision_aware_optimizer"):
+        yield _refused(
+            "--optimizer-cpu-offload without the precision-aware optimizer",
+            "The optimizer cpu offload must be used in conjunction with `--use-precision-aware-optimizer`",
+            "--use-precision-aware-optimizer",
+        )
     if _on(job, "bf16") and _on(job, "fp16"):
         yield _refused("bf16 and fp16 are both on", "assert not args.bf16", "--bf16")
 
 
 def _recompute(job: Job, gpus: int) -> Iterator[Finding]:
-    granularity, method = job.flags.get("recompute_granularity"), job.flags.get("recompute_method")
-    number = job.flags.get("recompute_num_layers")
-    if granularity == "selective" and method not in (None, "None"):
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    granularity, method, number = map(Arguments(job.flags).text, names)
+    if granularity == "selective" and method is not None:
         yield _refused(
             "recompute_method beside selective recomputation",
             "recompute method is not yet supported for selective recomputing granularity",
             "drop --recompute-method",
         )
-    if granularity == "full" and method in (None, "None"):
+    if granularity == "full" and method is None:
         yield _refused(
             "full recomputation without a method",
             'recompute_method must be "block" or "uniform"',
             "--recompute-method uniform",
         )
-    if granularity == "full" and number in (None, "None"):
+    if granularity == "full" and number is None:
         yield _refused("full recomputation without a number of layers",
                        "recompute_num_layers must be between 1 and num_layers_per_pipeline_rank", "--recompute-num-layers 1")  # fmt: skip
 
@@ -378,8 +393,8 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
-    """What Megatron-LM can run of a model on `gpus` devices with sequences of `seq` tokens."""
+def restriction(shape: ModelShape, seq: int) -> Restriction:
+    """What Megatron-LM can run of a model with sequences of `seq` tokens."""
 
     def allows(choice: Any) -> bool:
         mesh = choice.mesh

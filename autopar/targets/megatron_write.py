@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from autopar.targets.job import Exported, Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, even_stages, layout_of
+from autopar.targets.megatron_read import RECIPES, STRATEGIES
 from autopar.targets.target import NotExpressible, nodes_of, torchrun
 
-_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
-_RECIPES = {
-    "tensorwise": "tensorwise",
-    "delayed": "delayed",
-    "mx": "mxfp8",
-    "blockwise": "blockwise",
-}
+_STRATEGIES = {zero: name for name, zero in STRATEGIES.items()}
+_RECIPES = {scaling: name for name, scaling in RECIPES.items()}
 
 
 def flags_of(job: Job) -> dict[str, str]:
@@ -42,6 +38,8 @@ def _lacking(job: Job) -> list[str]:
         found.append(f"recompute {by.recompute}: the nearest are selective (core_attn) and full")
     if by.offload == "parameters":
         found.append("parameters in host memory: the nearest is --optimizer-cpu-offload")
+    if job.facts.fp8 and job.facts.fp8 not in _RECIPES:
+        found.append(f"fp8 scaled {job.facts.fp8}: it has {', '.join(RECIPES)}")
     if by.zero > 1 and by.pp > 1:
         found.append(
             f"ZeRO-{by.zero} in a pipeline: the nearest is ZeRO-1 (--use-distributed-optimizer)"
@@ -63,7 +61,9 @@ def _shape_flags(shape: ModelShape) -> dict[str, str]:
     }
     if shape.kv_heads != shape.heads:
         found |= {"group-query-attention": "", "num-query-groups": str(shape.kv_heads)}
-    found |= {"swiglu": ""} if shape.gated else {}
+    if shape.gated:  # as in Llama and what followed
+        found |= {"swiglu": "", "normalization": "RMSNorm"}
+    found |= {"disable-bias-linear": ""} if shape.gated or shape.experts else {}
     found |= {} if shape.tied else {"untie-embeddings-and-output-weights": ""}
     if shape.experts:
         found |= {
@@ -132,7 +132,9 @@ def _sharding_flags(by: Layout) -> dict[str, str]:
             "ckpt-format": "fsdp_dtensor",
         }
         found |= {"num-distributed-optimizer-instances": str(by.copies)} if by.copies > 1 else {}
-    return found | ({"optimizer-cpu-offload": ""} if by.offload == "optimizer" else {})
+    if by.offload == "optimizer":
+        found |= {"optimizer-cpu-offload": "", "use-precision-aware-optimizer": ""}
+    return found
 
 
 def _recompute_flags(by: Layout) -> dict[str, str]:
@@ -151,7 +153,7 @@ def _recompute_flags(by: Layout) -> dict[str, str]:
 def _facts_flags(facts: Facts, by: Layout) -> dict[str, str]:
     found = {facts.precision: ""} if facts.precision in ("bf16", "fp16") else {}
     if facts.fp8:
-        found |= {"fp8-format": "hybrid", "fp8-recipe": _RECIPES.get(facts.fp8, "delayed")}
+        found |= {"fp8-format": "hybrid", "fp8-recipe": _RECIPES[facts.fp8]}
     found |= {"grad-reduce-in-bf16": ""} if facts.grads == "bf16" else {}
     if facts.dp_overlap:
         found |= {"overlap-grad-reduce": ""} | ({"overlap-param-gather": ""} if by.zero else {})

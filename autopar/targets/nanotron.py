@@ -80,9 +80,10 @@ def read(source: Source) -> Job:
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "bf16")
     accumulate = args.flag("optimizer.accumulate_grad_in_fp32")
     facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=0.0)
-    flags = args.used
-    return Job("nanotron", _shape(args), layout, dp * ep * tp * pp * cp, None, args.whole(f"{T}sequence_length"), facts, flags,
-               args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
+    shape, seq, gpus = _shape(args), args.whole(f"{T}sequence_length"), dp * ep * tp * pp * cp
+    return args.job(
+        "nanotron", _NEUTRAL, shape=shape, layout=layout, gpus=gpus, seq=seq, facts=facts
+    )
 
 
 def _shape(args: Arguments) -> ModelShape:
@@ -156,7 +157,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What nanotron can run: tp with reduce-scatter, pipelines, ZeRO-1."""
 
     def allows(choice: Any) -> bool:
@@ -255,6 +256,16 @@ def write(job: Job) -> Exported:
 
 
 NANOTRON = Target(
-    "nanotron", "nanotron 0.5", _reads, read, refusals, restriction, write, "nanotron", flags_of
+    "nanotron",
+    "nanotron 0.5",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "nanotron",
+    flags_of,
+    sharding="zero",
+    zero=(0, 1),
 )
 """Hugging Face's nanotron."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
+from autopar.targets.megatron_layout import even_stages
+from autopar.targets.megatron_read import STRATEGIES
+from autopar.targets.torchtitan import SCHEDULES
 
-Fields = dict[str, int]
+Fields = dict[str, Any]
 """Fields of a layout by name, as the framework reads them."""
 
 
@@ -29,6 +36,8 @@ def parsed_by_framework(written: Exported, job: Job) -> Fields:
         )
     try:
         return parser(written.text, job)
+    except SystemExit as error:  # of argparse, which has printed why
+        raise AutoparError(f"{written.target} refuses this text: exit {error.code}") from None
     except ImportError as error:
         raise AutoparError(
             f"{written.target} is not installed here ({error}): pip install {name}"
@@ -46,11 +55,9 @@ def disagreements(written: Exported, job: Job) -> tuple[str, ...]:
     it reads the same. Raises AutoparError as `parsed_by_framework`.
     """
     by, gpus = job.layout, job.gpus or 1
-    mine = {
-        name: getattr(by, name)
-        for name in ("tp", "pp", "cp", "ep", "copies", "micro_batch", "zero")
-    }
-    mine |= {"dp": by.dp_on(gpus), "global_batch": by.batch_on(gpus)}
+    mine = {f.name: getattr(by, f.name) for f in fields(by)}
+    mine |= {"dp": by.dp_on(gpus), "global_batch": by.batch_on(gpus), "seq": job.seq}
+    mine |= {"stages": by.stages or even_stages(job.shape.layers, by.pp * by.vpp)}
     found = parsed_by_framework(written, job)
     return tuple(
         f"{name}: {value} there, {mine[name]} here"
@@ -129,7 +136,9 @@ class _Ranks:
 def _deepspeed(text: str, job: Job) -> Fields:
     with _environment(DS_ACCELERATOR="cpu"):
         config: Any = import_module("deepspeed.runtime.config")
-        read = config.DeepSpeedConfig(json.loads(text), mpu=_Ranks(job.layout.dp_on(job.gpus or 1)))
+        ranks = _Ranks(job.layout.dp_on(job.gpus or 1))
+        with mock.patch.object(config.dist, "get_rank", return_value=0):  # there is no group
+            read = config.DeepSpeedConfig(json.loads(text), mpu=ranks)
     return {
         "global_batch": read.train_batch_size,
         "micro_batch": read.train_micro_batch_size_per_gpu,
@@ -137,9 +146,111 @@ def _deepspeed(text: str, job: Job) -> Fields:
     }
 
 
+def _without_devices() -> None:
+    """Lets modules with kernels of triton be imported where there is no device."""
+    driver: Any = import_module("triton.runtime").driver
+    try:
+        driver.active.get_current_target()
+    except RuntimeError:
+        driver.set_active(mock.MagicMock())
+
+
+def _megatron(text: str, job: Job) -> Fields:
+    _without_devices()
+    module: Any = import_module("megatron.training.arguments")
+    module.get_device_arch_version = lambda: 9  # there may be no device to ask
+    words = shlex.split(text.partition("ARGS=(")[2].partition("\n)")[0])
+    before, sys.argv = sys.argv, ["pretrain_gpt.py", *words]
+    try:
+        # it looks at the variable only for tp and cp
+        with _environment(WORLD_SIZE=str(job.gpus or 1), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1"):
+            args = module.parse_args()
+            if args.use_megatron_fsdp:
+                os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
+            module.validate_args(args)
+            args.apply_rope_fusion = False  # a kernel of Transformer Engine
+            config = module.core_transformer_config_from_args(args)
+    finally:
+        sys.argv = before
+    fsdp = args.use_megatron_fsdp
+    zero = STRATEGIES[args.data_parallel_sharding_strategy] if fsdp else None
+    vpp = args.virtual_pipeline_model_parallel_size or 1
+    pp = args.pipeline_model_parallel_size
+    block = args.recompute_method == "block"
+    return {
+        "tp": args.tensor_model_parallel_size,
+        "pp": pp,
+        "cp": args.context_parallel_size,
+        "dp": args.data_parallel_size,
+        "ep": args.expert_model_parallel_size,
+        "vpp": vpp,
+        "stages": _stages_of_megatron(config, pp, vpp),
+        "micro_batch": args.micro_batch_size,
+        "global_batch": args.global_batch_size,
+        "seq": args.seq_length,
+        "zero": int(args.use_distributed_optimizer) if zero is None else zero,
+        "copies": args.num_distributed_optimizer_instances,
+        "recompute": args.recompute_granularity or "none",
+        "recompute_layers": args.recompute_num_layers if block else 0,
+        "sequence_parallel": args.sequence_parallel,
+        "offload": "optimizer" if args.optimizer_cpu_offload else "none",
+        "order": "dp-pp" if args.use_tp_pp_dp_mapping else "",
+    }
+
+
+def _stages_of_megatron(config: Any, pp: int, vpp: int) -> tuple[int, ...]:
+    """The layers of each stage, as Megatron-LM itself counts them."""
+    if config.pipeline_model_parallel_layout is not None:
+        layout = config.pipeline_model_parallel_layout.layout  # by rank, then by its stage
+        parts = [layout[n % pp][n // pp] for n in range(pp * vpp)]
+        return tuple(sum(layer.name == "decoder" for layer in part) for part in parts)
+    block: Any = import_module("megatron.core.transformer.transformer_block")
+    count = block.get_num_layers_to_build
+    return tuple(count(config, n // pp if vpp > 1 else None, n % pp) for n in range(pp * vpp))
+
+
+def _torchtitan(text: str, job: Job) -> Fields:
+    _without_devices()
+    config: Any = import_module("torchtitan.config")
+    policies: Any = import_module("torchtitan.distributed.activation_checkpoint")
+    dims: Any = import_module("torchtitan.distributed.parallel_dims")
+    plain = text.partition("torchtitan.train")[2].replace("\\\n", " ")
+    plain = plain.replace("--module MODULE", "--module llama3")  # the user's to choose
+    words = shlex.split(plain.replace("--config CONFIG", "--config llama3_8b"))
+    read = config.ConfigManager().parse_args(words)
+    by, training = read.parallelism, read.training
+    ranks = dims.ParallelDims.from_config(by, job.gpus or 1)
+    sharded = ranks.dp_shard * ranks.cp > 1
+    policy = {policies.SelectiveAC.Config: "op", policies.FullAC.Config: "full"}
+    own = by.pipeline_parallel_microbatch_size if ranks.pp > 1 else training.local_batch_size
+    found = {
+        "tp": ranks.tp,
+        "pp": ranks.pp,
+        "cp": ranks.cp,
+        "dp": ranks.dp_replicate * ranks.dp_shard,
+        "ep": ranks.ep,
+        "zero": {"never": 2, "always": 3}.get(by.fsdp_reshard_after_forward, 0) if sharded else 0,
+        "copies": ranks.dp_replicate if sharded else 1,
+        "micro_batch": own,
+        "global_batch": training.global_batch_size,
+        "seq": training.seq_len,
+        "sequence_parallel": by.enable_sequence_parallel and ranks.tp > 1,
+        "recompute": policy.get(type(read.activation_checkpoint), "none"),
+        "offload": "parameters" if training.enable_cpu_offload else "none",
+    }
+    if ranks.pp == 1:
+        return found
+    parts = by.module_fqns_per_model_part
+    stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
+    schedule = SCHEDULES[by.pipeline_parallel_schedule.lower()]
+    return found | {"vpp": len(stages) // ranks.pp, "stages": stages, "schedule": schedule}
+
+
 PARSERS: dict[str, Callable[[str, Job], Fields]] = {
     "accelerate": _accelerate,
     "transformers": _transformers,
     "deepspeed": _deepspeed,
+    "megatron-core": _megatron,
+    "torchtitan": _torchtitan,
 }
 """Parsers by the first word of `Exported.target`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from autopar.errors import AutoparError
 
@@ -78,11 +80,12 @@ class _Scanner:
     """Reads a text from left to right; `at` is the next character."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at, self.depth = text, 0, 0
+        self.text, self.at = text, 0
+        self.ends = [match.start() for match in re.finditer("\n", text)]  # of lines
         self.waiting: list[tuple[str, bool]] = []  # ends of here-documents
 
     def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        return bisect_left(self.ends, self.at) + 1
 
     def tokens(self) -> Iterator[Token]:
         while self.at < len(self.text):
@@ -258,12 +261,10 @@ class _Scanner:
 def _joined(parts: list[Part]) -> Word:
     """The parts, with neighbouring texts of one quoting as one part."""
     found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if last and part.kind == last.kind == "text" and part.quoted == last.quoted:
-            found[-1] = Part("text", last.text + part.text, last.quoted)
-        else:
-            found.append(part)
+    for (kind, quoted), run in groupby(parts, lambda part: (part.kind, part.quoted)):
+        same = list(run)
+        is_text = kind == "text"
+        found += [Part(kind, "".join(part.text for part in same), quoted)] if is_text else same
     return tuple(found)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.request.frameworks import software_of
 from autopar.request.restriction import Restriction
+from autopar.request.software import Software
 from autopar.targets.job import Exported, Finding, Job, ModelShape
 from autopar.targets.shell import ReadFile
 
@@ -35,10 +38,16 @@ class Target:
         reads: whether a file looks like a job of this framework.
         read: the job of such a file.
         refusals: what the framework refuses at start, for a job on a number of devices.
-        restriction: what it can run, for a model, tokens of a sequence and a number of devices.
+        restriction: what it can run, for a model and tokens of a sequence.
         write: a job in its form.  Raises NotExpressible.
         software: the words by which predictions choose the software's facts.
         flags: a job's options in its form, by name; differences of two jobs are told in these.
+        aliases: other names.
+        dashes: what stands before the name of an option.
+        sharding: what shards with ZeRO-1, a row of `SHARDINGS`.
+        zero: the ZeRO stages that it has.
+        sequence_parallel: whether tp can shard the activations between products.
+        overlaps: whether its texts say that gradients are reduced beside compute.
     """
 
     name: str
@@ -46,11 +55,27 @@ class Target:
     reads: Callable[[Source], bool]
     read: Callable[[Source], Job]
     refusals: Callable[[Job, int], list[Finding]]
-    restriction: Callable[[ModelShape, int, int], Restriction]
+    restriction: Callable[[ModelShape, int], Restriction]
     write: Callable[[Job], Exported]
     software: str
     flags: Callable[[Job], dict[str, str]]
-    aliases: tuple[str, ...] = field(default=())
+    aliases: tuple[str, ...] = ()
+    dashes: str = ""
+    sharding: str = "fsdp"
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    sequence_parallel: bool = True
+    overlaps: bool = False
+
+    def software_for(self, generation: str, **facts: Any) -> Software:
+        """How the framework runs a plan, for devices of a generation such as 'hopper'. `facts` are
+        further fields of `FrameworkJob`.
+        """
+        zero = 1 if self.sharding == "dist_optimizer" else self.zero[-1]
+        known: dict[str, Any] = {"sharding": self.sharding, "zero": zero} | facts
+        if not known["zero"]:
+            known["sharding"] = "none"
+        found = software_of(self.software, generation=generation, **known)
+        return replace(found, dp_overlap=True) if self.overlaps else found
 
 
 def nodes_of(job: Job) -> tuple[int, int]:

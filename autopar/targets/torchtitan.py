@@ -1,18 +1,19 @@
-"""torchtitan: TOML files, flags, and functions of its registry in Python."""
+"""torchtitan: TOML files of 0.2 and earlier, flags, and functions of its registry in Python."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.arguments import Arguments, flat_texts
+from autopar.targets.arguments import Arguments, flat_texts, options_of
 from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.megatron_layout import even_stages
 from autopar.targets.shell import read_script
 from autopar.targets.target import (
     NotExpressible,
@@ -26,6 +27,7 @@ from autopar.targets.target import (
 )
 
 P, T = "parallelism.", "training."
+MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 FLAVORS: dict[tuple[str, str], ModelShape] = {
     ("llama3", "8b"): ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True),
     ("llama3", "70b"): ModelShape(80, 8192, 64, 8, 128, 28672, 128256, gated=True),
@@ -33,24 +35,20 @@ FLAVORS: dict[tuple[str, str], ModelShape] = {
     ("qwen3", "32b"): ModelShape(64, 5120, 64, 8, 128, 25600, 151936, gated=True),
 }
 """Dimensions by model and flavor: those of the models' published config.json files."""
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "gpipe",
-    "interleaved1f1b": "interleaved_1f1b",
-    "interleavedzerobubble": "zero_bubble",
-}
 WRITTEN = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
     "interleaved_1f1b": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
 }
+_POLICIES = {"none": "none", "full": "full", "op": "selective"}
+SCHEDULES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
 _NEUTRAL = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|fault_tolerance|experimental|debug|"
     r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
-    r"mixed_precision_reduce|disable_cuda_graphs)|model\.(hf_assets_path|tokenizer_path|print_after_conversion)|compile\.(components|backend)|"
+    r"mixed_precision_reduce)|model\.(hf_assets_path|tokenizer_path|print_after_conversion)|compile\.(components|backend)|"
     r"parallelism\.(context_parallel_(load_balancer|rotate_method)|spmd_backend|pipeline_parallel_schedule_csv)|module|config|"
-    r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path"
+    r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path|m"
 )
 
 
@@ -74,7 +72,7 @@ def read(source: Source) -> Job:
     """
     name = source.name.lower()
     if name.endswith(".toml"):
-        values = _of_toml(source)
+        values = {OPTION: "2"} | _of_toml(source)  # the default of 0.2
     elif name.endswith(".py"):
         values = _of_python(source)
     else:
@@ -83,7 +81,12 @@ def read(source: Source) -> Job:
         raise AutoparError(
             f"no job: {source.name} sets nothing of parallelism or training of torchtitan"
         )
-    return _job(Arguments(values))
+    args = Arguments(values)
+    path = args.text("job.config_file")
+    if path and not source.read_file(path):
+        what = f"values stand in {path}, which is not beside the file: the defaults are read"
+        args.find("unknown", what, legal=(f"put {path} beside it",))
+    return _job(args)
 
 
 def _of_toml(source: Source) -> dict[str, str]:
@@ -98,15 +101,16 @@ def _of_script(source: Source) -> dict[str, str]:
     script = read_script(source.text, source.read_file)
     found: dict[str, str] = {}
     for words, _ in script.commands:
-        option = ""
-        for word in words:
-            match = re.fullmatch(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", word, re.DOTALL)
-            if match:
-                option = match[1].replace("-", "_")
-                found[option] = match[2] or ""
-                option = "" if match[2] is not None else option
-            elif option:
-                found[option], option = word, ""
+        policies = [word for word in words if word.startswith("activation-checkpoint:")]
+        found |= options_of(word for word in words if word not in policies)
+        found |= {MODE: policies[-1].partition(":")[2].replace("-", "_")} if policies else {}
+    for name in [name for name in found if ".no_" in name]:
+        found[name.replace(".no_", ".", 1)] = "False"
+        del found[name]
+    if text := source.read_file(found.get("job.config_file", "")):
+        found = _of_toml(Source(text, found["job.config_file"])) | found
+    if "module" not in found:  # before 0.3
+        found.setdefault(OPTION, "2")
     for variable in ("NGPU", "CONFIG", "MODULE"):
         if variable in script.variables:
             found.setdefault(
@@ -139,11 +143,7 @@ def _of_python(source: Source) -> dict[str, str]:
                 f"{section}{key.arg}": _constant(key.value) for key in node.keywords if key.arg
             }
         if called.startswith(("FullAC", "SelectiveAC", "MemoryBudgetAC")):
-            found["activation_checkpoint.mode"] = {
-                "F": "full",
-                "S": "selective",
-                "M": "memory_budget",
-            }[called[0]]
+            found[MODE] = {"F": "full", "S": "selective", "M": "memory_budget"}[called[0]]
         if called == "model_registry" and node.args:
             found["model.flavor"] = _constant(node.args[0])
     if functions:
@@ -181,20 +181,12 @@ def _job(args: Arguments) -> Job:
         ),
         dropout=0.0,
     )
+    args.flag(f"{T}disable_cuda_graphs")
     per_node, nodes = args.whole("nproc_per_node"), args.whole("nnodes")
     gpus = per_node * nodes if per_node and nodes else None
-    flags = args.used
-    return Job(
-        "torchtitan",
-        shape,
-        layout,
-        gpus,
-        per_node,
-        seq,
-        facts,
-        flags,
-        args.rest(_NEUTRAL),
-        tuple(args.findings),
+    devices = {"gpus": gpus, "gpus_per_node": per_node}
+    return args.job(
+        "torchtitan", _NEUTRAL, shape=shape, layout=layout, seq=seq, facts=facts, **devices
     )
 
 
@@ -229,9 +221,9 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     replicas = args.whole(f"{P}data_parallel_replicate_degree") or 1
     text = args.text(f"{P}data_parallel_shard_degree") or "-1"
     shard = int(text) if re.fullmatch(r"\d{1,8}", text) and int(text) else None
-    args.text("activation_checkpoint.mode")
-    ac = args.values.get("activation_checkpoint.mode", "selective").lower()
-    option = args.text("activation_checkpoint.selective_ac_option") or "op"
+    args.text(MODE)
+    ac = args.values.get(MODE, "selective").lower()
+    option = args.text(OPTION) or "op"
     every = (
         "op"
         if option == "op"
@@ -325,7 +317,7 @@ def _stages(
         try:
             data = ast.literal_eval(parts)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            data = None
+            data = [part.split(",") for part in parts.split()] if "[" not in parts else None
         if isinstance(data, list) and all(isinstance(part, list) for part in data):
             sizes = tuple(sum(str(name).startswith("layers.") for name in part) for part in data)
             return max(1, len(sizes) // pp), sizes
@@ -397,10 +389,33 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     if by.pp > 1 and by.vpp == 1 and by.schedule == "interleaved_1f1b":
         refuse("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
                f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
-    return found
+    return [*found, *_refusals_of_config(job)]
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+def _refusals_of_config(job: Job) -> Iterator[Finding]:
+    """What torchtitan 0.3 refuses while it reads the flags."""
+    by, args = job.layout, Arguments(job.flags)
+    off = args.flag(f"{T}disable_cuda_graphs")
+    if "module" in job.flags and by.pp > 1 and not off:
+        yield Finding("refused", f"pp={by.pp} with CUDA graphs", "CUDA graphs do not support pipeline parallelism yet.",
+                      (f"--{T}disable_cuda_graphs", f"--{P}pipeline_parallel_degree 1"))  # fmt: skip
+    local, size = args.whole(f"{T}local_batch_size"), by.micro_batch
+    if by.pp > 1 and local and local % size:
+        legal = [f"--{T}local_batch_size {n}" for n in multiples_near(size, local)]
+        legal += [f"--{P}pipeline_parallel_microbatch_size {d}" for d in divisors_near(local, size)]
+        yield Finding("refused", f"local batch {local} is no multiple of the micro-batch {size} of the pipeline",
+                      "must be evenly divisible by parallelism.pipeline_parallel_microbatch_size", tuple(legal))  # fmt: skip
+    budget, compiled = args.text(MODE) == "memory_budget", args.flag("compile.enable")
+    if budget and not compiled:
+        yield Finding("refused", "a memory budget without torch.compile",
+                      "Memory budget activation checkpointing requires the model to be compiled",
+                      ("--compile.enable", "activation-checkpoint:selective"))  # fmt: skip
+    if args.flag("compile.enable_async_tensor_parallel") and not compiled:
+        yield Finding("refused", "asynchronous tensor parallelism without torch.compile",
+                      "Async TP requires 'model' in --compile.components and --compile.enable", ("--compile.enable",))  # fmt: skip
+
+
+def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What torchtitan can run: FSDP or copies, tp with sequence parallelism, cp, pipelines."""
 
     def allows(choice: Any) -> bool:
@@ -430,8 +445,10 @@ def flags_of(job: Job) -> dict[str, str]:
     by, lacking = job.layout, []
     if by.zero == 1:
         lacking.append("ZeRO-1: the nearest is FSDP with fsdp_reshard_after_forward never (ZeRO-2)")
-    if by.recompute == "selective" or by.recompute_layers:
+    if by.recompute not in _POLICIES or by.recompute_layers:
         lacking.append(f"recompute {by.recompute}: the nearest are selective by op, and full")
+    if by.schedule not in ("none", *WRITTEN):
+        lacking.append(f"schedule {by.schedule}: it has {', '.join(WRITTEN.values())}")
     if by.order:
         lacking.append(
             f"the rank order {by.order}: it has tp, cp, shard, replicate, pp from the inside"
@@ -466,53 +483,53 @@ def flags_of(job: Job) -> dict[str, str]:
             f"{P}pipeline_parallel_microbatch_size": str(by.micro_batch),
         }
         found |= _parts(by, job.shape)
-    mode = {"none": "none", "full": "full"}.get(by.recompute, "selective")
-    found["activation_checkpoint.mode"] = mode
-    if mode == "selective":
-        found["activation_checkpoint.selective_ac_option"] = (
-            "op" if by.recompute == "op" else by.recompute.removeprefix("every-")
-        )
+    if by.pp * by.ep > 1:
+        found[f"{T}disable_cuda_graphs"] = "True"
+    found["activation-checkpoint"] = _POLICIES[by.recompute]
     found |= {f"{T}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
     return found | ({"compile.enable": "True"} if job.facts.compile else {})
 
 
 def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:
     """The modules of each stage, if its layers are known."""
-    stages = by.pp * by.vpp
-    sizes = by.stages or (
-        (shape.layers // stages,) * stages if shape.layers and shape.layers % stages == 0 else ()
-    )
-    parts, at = [], 0
+    sizes = by.stages or even_stages(shape.layers, by.pp * by.vpp)
+    parts, at = list[str](), 0
     for number, size in enumerate(sizes):
         names = ["tok_embeddings"] if number == 0 else []
         names += [f"layers.{layer}" for layer in range(at, at + size)]
-        parts.append(names + (["norm", "output"] if number == len(sizes) - 1 else []))
+        names += ["norm", "lm_head"] if number == len(sizes) - 1 else []
+        parts.append(",".join(names))
         at += size
-    return {f"{P}module_fqns_per_model_part": repr(parts).replace("'", '"')} if parts else {}
+    return {f"{P}module_fqns_per_model_part": " ".join(parts)} if parts else {}
 
 
 def write(job: Job) -> Exported:
-    """A TOML file of torchtitan 0.2, whose names its flags have too. Raises NotExpressible if
-    torchtitan cannot run the job.
-    """
-    sections: dict[str, list[str]] = {}
-    for name, value in flags_of(job).items():
-        section, _, key = name.partition(".")
-        number = re.fullmatch(r"-?\d+|\[.*\]", value) is not None
-        text = value.lower() if value in ("True", "False") else value if number else f'"{value}"'
-        sections.setdefault(section, []).append(f"{key} = {text}")
-    text = "\n".join(
-        f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()
-    )
-    launch = f"{torchrun(job)} -m torchtitan.train --job.config_file train.toml"
-    losses = ["the model: set model.name and model.flavor"]
-    losses += ["fp8: set model.converters and quantize.linear.float8"] if job.facts.fp8 else []
-    return Exported("torchtitan 0.2", text, launch, {}, tuple(losses), "train.toml")
+    """A launch script of torchtitan 0.3. Raises NotExpressible if torchtitan cannot run the job."""
+    flags = flags_of(job)
+    policy = flags.pop("activation-checkpoint")
+    flavors = [name for name, shape in FLAVORS.items() if shape == job.shape]
+    name, size = flavors[0] if flavors else ("MODULE", "CONFIG")
+    config = f"{name}_{size}" if flavors else size
+    words = [f"--module {name}", f"--config {config}"]
+    # what is true by its presence has a form of its own
+    words += [f"--{n}" if v == "True" else f"--{_off(n)}" if v == "False" else f"--{n} {v}"
+              for n, v in flags.items()]  # fmt: skip
+    lines = [f"{torchrun(job)} -m torchtitan.train", *words, f"activation-checkpoint:{policy}"]
+    losses = [] if flavors else ["the model: set --module and --config"]
+    losses += ["fp8: the function of --config names its converters"] if job.facts.fp8 else []
+    text = "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
+    return Exported("torchtitan 0.3", text, "bash train.sh", {}, tuple(losses), "train.sh")
+
+
+def _off(name: str) -> str:
+    """The flag that sets an option to false."""
+    section, _, key = name.rpartition(".")
+    return f"{section}.no-{key}"
 
 
 TORCHTITAN = Target(
     "torchtitan",
-    "torchtitan 0.2",
+    "torchtitan 0.3",
     _reads,
     read,
     refusals,
@@ -521,5 +538,7 @@ TORCHTITAN = Target(
     "torchtitan",
     flags_of,
     ("titan",),
+    dashes="--",
+    zero=(0, 2, 3),
 )
 """torchtitan."""

@@ -56,8 +56,8 @@ def read(source: Source) -> Job:
         offload="parameters" if args.flag("fsdp_cpu_offload") else "none",
     )
     precision = "bf16" if args.flag("fsdp_mixed_precision") is not False else "fp32"
-    return Job("transformers", ModelShape(), layout, tp * pp * fsdp * replicas, None, None, Facts(precision), dict(values),
-               args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
+    gpus = tp * pp * fsdp * replicas
+    return args.job("transformers", _NEUTRAL, layout=layout, gpus=gpus, facts=Facts(precision))
 
 
 def _of_json(source: Source) -> dict[str, str]:
@@ -128,7 +128,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return [*found, *late_findings(job)]
 
 
-def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What `DistributedConfig` can run: FSDP with tp, or a pipeline with tp."""
 
     def allows(choice: Any) -> bool:
@@ -219,7 +219,9 @@ TRANSFORMERS = Target(
     refusals,
     restriction,
     write,
-    "fsdp",
+    "transformers",
     flags_of,
+    zero=(0, 3),
+    sequence_parallel=False,
 )
 """Hugging Face Transformers."""

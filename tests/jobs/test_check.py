@@ -13,6 +13,7 @@ import autopar
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.jobs.check import Answer, check_job
+from autopar.jobs.measured import measured_step_s
 from autopar.jobs.pricing import mode_of, pins_of
 from autopar.jobs.report import gap_words
 from autopar.targets.job import Job, Layout, ModelShape
@@ -106,6 +107,12 @@ def test_better_plans_in_its_own_options(tmp_path: Path) -> None:
     assert again.refused == ()
 
 
+def test_the_best_is_never_slower_than_a_job_that_runs(tmp_path: Path) -> None:
+    found = answer(tmp_path, "--use-distributed-optimizer", advise=True, time_limit_s=1e-3)
+    assert found.plan is not None and found.best is not None and found.runs
+    assert found.best.predicted.step_time_s <= found.plan.predicted.step_time_s
+
+
 def test_changes_that_fit(tmp_path: Path) -> None:
     job = read_job(script(tmp_path, "--micro-batch-size 8"))
     roomy = check_job(job, "h100:8", advise=False)
@@ -197,6 +204,37 @@ def test_the_command(tmp_path: Path) -> None:
         ["check", str(script(tmp_path, "--tensor-model-parallel-size 3")), "--cluster", "h100:8"],
     )
     assert done.exit_code == 1 and "Refused at start" in done.output
+
+
+MEGATRON_LINE = (
+    " [2026-10-01 10:00:01] iteration {n:8d}/     100 | consumed samples: {samples:12d} | "
+    "elapsed time per iteration (ms): {ms} | throughput per GPU (TFLOP/s/GPU): 401.2 | learning rate: 1.0E-06 |\n"
+)
+TITAN_LINE = (
+    "[titan] 2026-10-01 10:00:01,001 - root - INFO - \x1b[31mstep: {n:2d}  \x1b[32mloss: 12.2718  "
+    "\x1b[33mmemory: 27.9GiB(35.1%)  \x1b[34mtps: {tps}  \x1b[36mtflops: 20.1  \x1b[35mmfu: 2.0%\x1b[39m\n"
+)
+TIMES = ("21034.1", "8103.4", "8101.0", "8099.0")
+LOGS = {
+    "megatron": "".join(
+        MEGATRON_LINE.format(n=n, samples=64 * n, ms=ms) for n, ms in enumerate(TIMES, 1)
+    ),
+    "torchtitan": TITAN_LINE.format(n=1, tps="400") + TITAN_LINE.format(n=10, tps="8,192"),
+    "nanotron": "10/01/2026 10:00:01 [INFO|DP=0|PP=0|TP=0]: iteration: 3 / 100 | consumed_tokens: 393K | "
+    "time_per_iteration_ms: 2.57K | tokens_per_sec: 51K | tokens_per_sec_per_gpu: 6.4K |\n",
+}
+"""Lines of logs, in the form that each framework writes."""
+
+
+@pytest.mark.parametrize(("name", "step_s"), [("megatron", 8.1), ("torchtitan", 1.0), ("nanotron", 2.57)])  # fmt: skip
+def test_the_log_of_a_framework_is_a_measurement(tmp_path: Path, name: str, step_s: float) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(LOGS[name])
+    job = Job(name, layout=Layout(global_batch=64), seq=1024)
+    assert measured_step_s(str(path), job, None, 8) == pytest.approx(step_s, rel=1e-9)
+    path.write_text("no step\n")
+    with pytest.raises(AutoparError, match="has no step in the form of Megatron-LM"):
+        measured_step_s(str(path), job, None, 8)
 
 
 @pytest.mark.parametrize("measured", ["fast", "-1s", "0", "8 hours"])

@@ -43,7 +43,7 @@ def planned(traced, target: str | None, **pin: object) -> Plan:
 def _planned(traced, target: str | None, pin: dict[str, object]) -> Plan:
     request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, SPEC.name)
     if target:
-        request = request.within(TARGETS[target].restriction(shape_of(SPEC), 256, 4))
+        request = request.within(TARGETS[target].restriction(shape_of(SPEC), 256))
     return api.plan_traced(traced, request, 30.0)
 
 
@@ -54,7 +54,7 @@ def test_plans_within_a_target_can_be_said(traced, name: str, pin: dict[str, obj
     assert plan.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9)
     assert plan.certificate.status == "optimal"
     assert (
-        f"what {TARGETS[name].restriction(shape_of(SPEC), 256, 4).name} can run"
+        f"what {TARGETS[name].restriction(shape_of(SPEC), 256).name} can run"
         in plan.certificate.space
     )
     job = job_of_plan(plan, name, shape_of(SPEC), 4)

@@ -1,4 +1,4 @@
-"""Exported texts in the frameworks' own parsers: accelerate, transformers and DeepSpeed, where they are installed."""
+"""Exported texts in the frameworks' own parsers, where they are installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
-from autopar.targets.job import Exported, Facts, Job, Layout
+from autopar.targets.job import Exported, Facts, Job, Layout, ModelShape
 from autopar.targets.own_parsers import PARSERS, disagreements
 from autopar.targets.registry import TARGETS
 from autopar.targets.target import NotExpressible
@@ -66,6 +66,62 @@ def test_200_layouts_are_read_as_written(name: str) -> None:
     assert len(set(said)) >= 100 and len(said) >= 200, "random layouts are within the target"
 
 
+@st.composite
+def pipelines(draw: st.DrawFn, recompute: list[str], schedules: list[str]) -> Job:
+    """A job with tp, pp, cp, experts, stages of any size and ZeRO, as a trainer's own arguments have them."""
+    tp, pp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2], [1, 2, 4]))  # fmt: skip
+    schedule = draw(st.sampled_from(schedules)) if pp > 1 else "none"
+    vpp = draw(st.integers(2, 3)) if schedule == "interleaved_1f1b" else 1
+    stages = tuple(draw(st.lists(st.integers(1, 3), min_size=pp * vpp, max_size=pp * vpp)))
+    ep = draw(st.sampled_from([1, 2])) if dp > 1 else 1
+    dense = ModelShape(sum(stages), 1024, 16, 8, 64, 2816, 32000, gated=True)
+    experts = replace(dense, experts=8, top_k=2, moe_ffn=512)
+    ranks = dp * cp
+    zero = draw(st.sampled_from([0, 1, 2, 3])) if ranks > 1 else 0
+    by = Layout(
+        tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, vpp=vpp, stages=stages if pp > 1 and len(set(stages)) > 1 else (), zero=zero,
+        micro_batch=draw(st.integers(1, 2)), copies=2 if zero and dp > 2 and draw(st.booleans()) else 1, schedule=schedule,
+        recompute=draw(st.sampled_from(recompute)), sequence_parallel=tp > 1 and (ep > 1 or draw(st.booleans())),
+        order=draw(st.sampled_from(["", "dp-pp"])) if pp > 1 and dp > 1 else "",
+        offload=draw(st.sampled_from(["none", "none", "optimizer", "parameters"])),
+    )  # fmt: skip
+    by = replace(by, global_batch=by.micro_batch * dp * pp * draw(st.integers(1, 3)))
+    facts = Facts("bf16", dp_overlap=True, compile=draw(st.booleans()))
+    shape = experts if ep > 1 else dense
+    return Job("", shape, by, tp * pp * cp * dp, min(8, tp * pp * cp * dp), 4096, facts)
+
+
+JOBS = {
+    "megatron": ("megatron.training", pipelines(["none", "selective", "full"], ["1f1b", "interleaved_1f1b"])),
+    "torchtitan": ("torchtitan.config", pipelines(["none", "op", "full"], ["1f1b", "gpipe", "interleaved_1f1b"])),
+}  # fmt: skip
+"""The module of a trainer's parser, and jobs to say to it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_200_pipelines_are_read_as_written(name: str) -> None:
+    module, jobs = JOBS[name]
+    pytest.importorskip(module.partition(".")[0])
+    said = []
+
+    @given(jobs)
+    @settings(max_examples=1500, deadline=None, database=None)
+    def reads(drawn: Job) -> None:
+        job = replace(drawn, framework=name)
+        try:
+            written = TARGETS[name].write(job)
+        except NotExpressible:
+            return
+        if len(set(said)) >= 200 or TARGETS[name].refusals(job, job.gpus or 0):
+            return
+        assert disagreements(written, job) == ()
+        said.append(job.layout)
+
+    reads()
+    assert len(set(said)) >= 200
+
+
 def test_what_a_framework_refuses_is_told() -> None:
     pytest.importorskip("transformers")
     job = Job("transformers", layout=Layout(dp=2, zero=3), gpus=2)
@@ -80,4 +136,4 @@ def test_what_a_framework_refuses_is_told() -> None:
 def test_frameworks_without_a_parser_here() -> None:
     with pytest.raises(AutoparError, match="has no parser"):
         disagreements(Exported("nanotron 0.5", ""), Job("nanotron"))
-    assert set(PARSERS) == set(MODULES)
+    assert set(PARSERS) == {*MODULES, "megatron-core", "torchtitan"}
