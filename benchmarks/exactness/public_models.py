@@ -43,7 +43,7 @@ MODELS = TEXT_MODELS | SIGNAL_MODELS
 MESHES = ("dp=2", "tp=2", "pp=2")
 PACKAGES = ("torch", "transformers", "peft", "litgpt", "x-transformers", "timm", "torchvision", "diffusers")  # fmt: skip
 TIMEOUT_S = 1200.0
-ROUNDING = 10.0
+ROUNDING, MOST_ROUNDING = 10.0, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class PublicCell:
     """What a model did under a mesh.
 
     `verdict` is 'exact', 'refused', 'WRONG', 'crash', or 'rounding': one device that reads the rows
-    in reverse order is off by as much, within a factor of ROUNDING. `words` has the error or the reason.
+    in reverse order is off by as much, within a factor of ROUNDING, and by at most MOST_ROUNDING.
+    `words` has the error or the reason.
     `collectives` is the number of them in a micro-batch. `commit` is the commit that ran it, with
     '+' if files differed; '' if it is not known.
     """
@@ -99,7 +100,8 @@ def run_cell(name: str, mesh: str) -> PublicCell:
         return PublicCell(name, mesh, "refused" if refusal else "crash", last)
     error = max(result.worst_error, result.loss_error)
     words = "" if result.exact else f"{result.worst_tensor} is off by {result.worst_error:.1e}"
-    alike = report.rounding is not None and error <= ROUNDING * report.rounding
+    rounding = report.rounding or 0.0
+    alike = rounding <= MOST_ROUNDING and error <= ROUNDING * rounding
     verdict = "exact" if result.exact else "rounding" if alike else "WRONG"
     count = sum(result.collectives.values())
     return PublicCell(name, mesh, verdict, words, error, count, result.time_s)
