@@ -68,7 +68,7 @@ class PublicCell:
     """What a model did under a mesh.
 
     `verdict` is 'exact', 'refused', 'WRONG', 'crash', or 'rounding': one device that reads the rows
-    in reverse order is off by as much, within a factor of ROUNDING, and by at most MOST_ROUNDING.
+    in reverse order is off by as much, within a factor of ROUNDING. That is at most MOST_ROUNDING.
     `words` has the error or the reason.
     `collectives` is the number of them in a micro-batch. `commit` is the commit that ran it, with
     '+' if files differed; '' if it is not known.

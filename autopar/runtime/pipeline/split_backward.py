@@ -250,8 +250,8 @@ def _parts(
     of a stage have the same division, with other nodes.
 
     `ends` are the nodes where gradients of received values arrive; `roots` are the nodes of the
-    results; `weights` are the nodes that accumulate gradients of parameters; `once` are those of
-    `_ONCE`.
+    results; `weights` are the nodes that accumulate gradients of parameters. `once` are the nodes
+    of `_ONCE`.
     """
     graph = nx.DiGraph(
         (node, after) for node, all_after in enumerate(following) for after in all_after
