@@ -93,7 +93,9 @@ def trace(
 
     def traced(together: int = 1) -> tuple[TracedModel, int]:
         """(the model, `together` rows taken for one; what `rows_together` gives for it)."""
-        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims, together)
+        captured = capture(
+            prepared(model, example_inputs), example_inputs, loss_fn, dtype, batch_dims, together
+        )
         notes = normalize(captured.graph)
         check_spans(captured.graph)
         captured = replace(captured, notes=(*captured.notes, *notes))
@@ -465,13 +467,14 @@ def _traced_alike(
     ]
 
 
-def prepared(model: nn.Module) -> nn.Module:
+def prepared(model: nn.Module, inputs: Collection[Any] = ()) -> nn.Module:
     """The model to trace. With Hugging Face models in it: a meta copy, with maskless attention
-    where the architecture allows it. Otherwise `model` itself.
+    where the architecture allows it. Otherwise `model` itself. `inputs` is the batch.
     """
     from autopar.models.hf import hf_models, prepare_hf
 
-    return prepare_hf(meta_copy(model)) if hf_models(model) else model
+    names = inputs if isinstance(inputs, Mapping) else None
+    return prepare_hf(meta_copy(model), names) if hf_models(model) else model
 
 
 def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleInputs:

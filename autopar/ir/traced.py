@@ -148,12 +148,14 @@ class RowLimit:
 class LossSplit:
     """How the losses of micro-batches combine to the loss of the batch. `joins` is 'sum', 'mean',
     or '' if they do not combine; then `reason` says why. `by_convention` lists quantities that are
-    computed per micro-batch anyway, although that changes them.
+    computed per micro-batch anyway, although that changes them. `least_rows` is how many rows a
+    micro-batch must have over all data-parallel ranks: 2 where batch norm has one value a row.
     """
 
     joins: str = "sum"
     reason: str = ""
     by_convention: tuple[str, ...] = ()
+    least_rows: int = 1
 
 
 def not_split(split: LossSplit, what: str, rows: int) -> str:
@@ -166,6 +168,13 @@ def not_split(split: LossSplit, what: str, rows: int) -> str:
         "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True (--allow-micro-batch-mean) "
         "to train on the mean of micro-batch losses"
     )
+
+
+ONE_VALUE = (
+    "a micro-batch of one row has one value for each channel of a batch norm, which needs two in training, "
+    "as in PyTorch"
+)
+"""The reason, as text, why a micro-batch must have `LossSplit.least_rows` rows."""
 
 
 @dataclass(frozen=True, slots=True)

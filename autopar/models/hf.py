@@ -13,8 +13,9 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,10 @@ from .hf_shrink import shrunk_config_dict
 from .published import PublishedModel
 
 ATTENTION_NAME, CACHED_NAME = "autopar_sdpa", "autopar_sdpa_cached"
-"""Names of our attention; the second is for models whose users left the cache on."""
+UNPACKED_NAME = "autopar_sdpa_unpacked"
+"""Names of our attention. The last two are for models whose users left the cache on, with
+`position_ids` in the batch and without.
+"""
 
 
 def _transformers() -> Any:
@@ -65,8 +69,9 @@ def hf_models(model: nn.Module) -> list[nn.Module]:
     return [found for child in model.children() for found in hf_models(child)]
 
 
-def prepare_hf(model: nn.Module) -> nn.Module:
+def prepare_hf(model: nn.Module, inputs: Collection[str] | None = None) -> nn.Module:
     """Make the transformers models in a model ready for capture *in place*, and return the model.
+    `inputs` are the names in the batch, if they are known.
 
     Sets `use_cache=False` on their configs. Where an architecture has SDPA behind transformers'
     AttentionInterface, it selects our attention and mask functions, unless an indexer chooses keys
@@ -76,21 +81,26 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     Experts compute by `autopar::routed_experts` where it has their activation
     (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be 0,
     1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
-    honoured, and refused where the user left `use_cache` on: transformers then ignores them.
+    honoured. Where the user left `use_cache` on, transformers ignores them: `position_ids` of the
+    batch are then refused.
 
     Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same
     derivative.
     """
     for outermost in hf_models(model):
-        _prepare(outermost)
+        _prepare(outermost, inputs is None or any("position_ids" in name for name in inputs))
     return model
 
 
-def _prepare(model: nn.Module) -> None:
+def _prepare(model: nn.Module, has_positions: bool) -> None:
     transformers, of_transformers = _transformers(), _untyped(model)
     configs = of_transformers.config, of_transformers.config.get_text_config()
     cached = any(getattr(config, "use_cache", False) for config in configs)
-    name = CACHED_NAME if cached else ATTENTION_NAME
+    name, mask = ATTENTION_NAME, _mask
+    if cached and has_positions:
+        name, mask = CACHED_NAME, _mask_of_cached
+    elif cached:
+        name, mask = UNPACKED_NAME, partial(_mask, peel=_without_packing)
     for module in map(_untyped, model.modules()):
         if is_hf_model(module):  # encoder and decoder of T5 hold copies of the config
             module.config.use_cache = module.config.get_text_config().use_cache = False
@@ -103,7 +113,6 @@ def _prepare(model: nn.Module) -> None:
     by_mask = any(module.endswith(".indexer") for module, _ in model.named_modules())
     if by_sdpa and not by_mask and of_transformers._can_set_attn_implementation():
         transformers.AttentionInterface.register(name, _attention)
-        mask = _mask_of_cached if name == CACHED_NAME else _mask
         transformers.AttentionMaskInterface.register(name, mask)
         of_transformers.set_attn_implementation(name)
     prepare_experts(model)
@@ -148,18 +157,18 @@ def _attention(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def _mask(*args: Any, peel: Callable | None = None, **kwargs: Any) -> Tensor | None:
     """A mask function for transformers, with the arguments of its `sdpa_mask`. None if the mask is
     plain causal, so that `is_causal=True` suffices, or hides nothing. For that, no padding mask or
     offset may be given, and transformers must allow the skip.
 
-    Otherwise transformers' sdpa mask, without its parts for packed sequences where rows share
-    positions.
+    Otherwise transformers' sdpa mask, without its parts for packed sequences that `peel` takes off:
+    by default those where rows share positions.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = kwargs.get("mask_function", causal_mask_function)
-    without_packing = _peel_packing(function)
+    without_packing = (peel or _peel_packing)(function)
     from_start = kwargs.get("q_offset", 0) == kwargs.get("kv_offset", 0) == 0
     if kwargs.get("attention_mask") is None and from_start:
         square = kwargs.get("q_length") == kwargs.get("kv_length")

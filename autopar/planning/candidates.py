@@ -20,7 +20,7 @@ from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
-from autopar.ir.traced import TracedModel, not_split
+from autopar.ir.traced import ONE_VALUE, TracedModel, not_split
 from autopar.ops.work import tokens_per_row
 from autopar.planning.model_facts import (
     attention_heads,
@@ -217,6 +217,8 @@ def _candidates_on(
             continue
         if number > 1 and _keeps_batch(request, traced):
             continue
+        if micro_batch * mesh.dp < traced.split.least_rows:
+            continue
         stagings = _stagings(request, mesh, number, len(traced.layers))
         for recompute, (count, schedule, schedules) in product(recomputes, stagings):
             yield Candidate(
@@ -286,6 +288,11 @@ def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[M
     if _keeps_batch(request, traced):
         what = f"the {listed(sequences)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
         return not_split(traced.split, what, sequences[0])
+    if all(
+        (pin.micro_batch or request.global_batch // m.dp) * m.dp < traced.split.least_rows
+        for m in meshes
+    ):
+        return f"{ONE_VALUE}; pin a larger micro_batch, or use a larger global batch"
     return ""
 
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import argument, argument_names
 from autopar.trace.edit import call, is_op, product, replace
 
@@ -24,8 +25,8 @@ _LIBRARY.define("in_training(Tensor batch, Tensor running) -> Tensor")
 _LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImplicitAutograd")
 
 STATISTICS = "batch statistics"
-"""`meta` key of nodes that compute statistics of a batch. By convention they are computed per
-micro-batch.
+"""`meta` key of nodes that compute statistics of a batch. It holds how many values of a channel a
+row has. By convention they are computed per micro-batch.
 """
 _NORMS = (
     "batch_norm",
@@ -81,7 +82,7 @@ def _expanded(graph: Graph, node: Node) -> tuple:
     mean, var, new_mean, new_var = running_mean, running_var, running_mean, running_var
     if train:
         batch_mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims), number)
-        batch_mean.meta[STATISTICS] = True
+        batch_mean.meta[STATISTICS] = multiple_of_batch(number) or number
         mean = (
             batch_mean
             if running_mean is None
@@ -91,7 +92,7 @@ def _expanded(graph: Graph, node: Node) -> tuple:
     if train:
         squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), dims)
         var = emit(aten.div.Tensor, squares, number)
-        var.meta[STATISTICS] = True
+        var.meta[STATISTICS] = batch_mean.meta[STATISTICS]
         if running_mean is not None:
             var = emit(torch.ops.autopar.in_training.default, var, running_var)
             unbiased = emit(aten.div.Tensor, emit(aten.detach.default, squares), number - 1)

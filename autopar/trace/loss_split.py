@@ -10,6 +10,7 @@ split.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -63,23 +64,29 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
     loss = output_nodes(graph)[0]
     analysis = _Analysis(captured, loss)
     found, fact = analysis.run()
-    conventions = analysis.conventions()
+    made = partial(
+        LossSplit, by_convention=analysis.conventions(), least_rows=_least_rows(captured.graph)
+    )
     if fact.kind == MIXED:
-        return LossSplit("", analysis.why(fact), conventions), None
+        return made("", analysis.why(fact)), None
     if fact.kind == ROWS:
-        return LossSplit("", "the loss has a dim of rows", conventions), None
+        return made("", "the loss has a dim of rows"), None
     if carried := _carried(captured, loss):
-        return LossSplit(
+        return made(
             "",
             f"forward changes buffer {carried!r} and computes the loss with it, once a micro-batch",
-            conventions,
         ), None
     power = 1 if fact.kind == SAME else fact.power
     edits = _Edits(captured, found, analysis.needed)
     if power not in (0, 1):
         edits.settle_loss(power)
     values = edits.run()
-    return LossSplit("mean" if power == 1 else "sum", "", conventions), values
+    return made("mean" if power == 1 else "sum"), values
+
+
+def _least_rows(graph: Graph) -> int:
+    """How many rows batch norm needs in training, which divides by the values of a channel less 1."""
+    return 2 if any(node.meta.get(STATISTICS) == 1 for node in graph.nodes) else 1
 
 
 class _Analysis:

@@ -278,11 +278,11 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     that holds nothing that can be put back.
     """
     if isinstance(value, dict):
-        return functools.partial(_refill, value.clear, value.update, dict(value))
+        return functools.partial(_refill, value, value.update, dict(value))
     if isinstance(value, set):
-        return functools.partial(_refill, value.clear, value.update, set(value))
+        return functools.partial(_refill, value, value.update, set(value))
     if isinstance(value, (list, deque)):
-        return functools.partial(_refill, value.clear, value.extend, list(value))
+        return functools.partial(_refill, value, value.extend, list(value))
     if isinstance(value, np.ndarray) and value.flags.writeable:
         return functools.partial(value.__setitem__, Ellipsis, value.copy())
     if isinstance(value, io.IOBase) and not value.closed and value.readable() and value.seekable():
@@ -291,9 +291,18 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     return None if opaque else _attributes_restorer(value)
 
 
-def _refill(clear: Callable, fill: Callable, contents: Any) -> None:
-    clear()
-    fill(contents)
+def _refill(value: Any, fill: Callable, contents: Any) -> None:
+    """Put `contents` back into a container that holds other objects now. One that holds the same is
+    left alone, because it may forbid changes.
+    """
+    if _objects(value) != _objects(contents):
+        value.clear()
+        fill(contents)
+
+
+def _objects(container: Any) -> list[int]:
+    is_dict = isinstance(container, dict)
+    return [*map(id, itertools.chain(*container.items()) if is_dict else container)]
 
 
 def _attributes_restorer(value: Any) -> Callable[[], object]:

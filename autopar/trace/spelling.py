@@ -111,6 +111,27 @@ def _respell_constant(graph: Graph, node: Node, name: str) -> None:
     replace(graph, node, _CONSTANTS[name], given, {"dtype": val.dtype, "device": val.device})
 
 
+def _respell_draw(graph: Graph, node: Node) -> None:
+    """Rewrite a draw of random numbers by size as a draw like zeros of that size, in place. Any
+    plan then draws the numbers of one device. Integers are uniform numbers, rounded down.
+    """
+    val, name = node.meta["val"], op_name(node).removeprefix("aten::")
+    ends = argument(node, "low", 0), argument(node, "high", 1)
+    if argument(node, "generator") or val.is_complex() or any(map(is_symbolic, ends)):
+        return
+    wide = val.to(torch.float64) if name == "randint" else val
+    kind = {"dtype": wide.dtype, "device": val.device}
+    with graph.inserting_before(node):
+        zeros = graph.call_function(aten.zeros.default, (argument(node, "size"),), kind)
+        zeros.meta = dict(node.meta) | {"val": wide}
+        if name == "randint":
+            drawn = call(graph, node, aten.uniform.default, zeros, *map(float, ends))
+            floor = call(graph, node, aten.floor.default, drawn)
+            replace(graph, node, aten.to.dtype, (floor, val.dtype))
+        else:
+            replace(graph, node, getattr(aten, f"{name}_like").default, (zeros,))
+
+
 def _respell_expand(graph: Graph, node: Node) -> None:
     replace(graph, node, aten.expand.default, (node.args[0], list(node.meta["val"].shape)))
 
@@ -186,6 +207,7 @@ def _respell_cat(graph: Graph, node: Node) -> None:
 _SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
     **dict.fromkeys(("view", "_unsafe_view"), _respell_view),
     "native_dropout": _respell_dropout,
+    **dict.fromkeys(("rand", "randn", "randint"), _respell_draw),
     "broadcast_tensors": _respell_broadcast,
     **dict.fromkeys(("flatten", "unflatten", "view_as", "reshape_as"), _respell_reshape),
     "copy": _respell_copy,

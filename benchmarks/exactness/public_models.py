@@ -2,9 +2,10 @@
 
     python -m benchmarks.exactness.public_models [--only PATTERN] [--log FILE] [--jobs 1]
 
-Needs `pip install '.[public-models]'`. Each network (`public_text.py`, `public_signals.py`) trains as `autopar verify` trains: three
-steps of SGD with momentum in fp64. A cell is 'exact', 'refused' with the reason, 'WRONG', or
-'crash'. With `--log`, cells are written as lines of JSON, and models in the file are not run again.
+Needs `pip install '.[public-models]'`, and for litgpt's networks `pip install --no-deps litgpt==0.5.13`. Each network
+(`public_text.py`, `public_signals.py`) trains as `autopar verify` trains: three steps of SGD with momentum in fp64. A cell is
+'exact', 'rounding', 'refused' with the reason, 'WRONG', or 'crash'. With `--log`, cells are written as lines of JSON, and models in
+the file are not run again.
 Prints one row a model, with the commit that ran it; exit code 1 if a cell is wrong or crashed.
 """
 
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -41,8 +42,8 @@ from benchmarks.exactness.public_text import TEXT_MODELS
 MODELS = TEXT_MODELS | SIGNAL_MODELS
 MESHES = ("dp=2", "tp=2", "pp=2")
 PACKAGES = ("torch", "transformers", "peft", "litgpt", "x-transformers", "timm", "torchvision", "diffusers")  # fmt: skip
-TIMEOUT_S = 400.0
-ROUNDING = 10.0
+TIMEOUT_S = 1200.0
+ROUNDING, MOST_ROUNDING = 10.0, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class PublicCell:
     """What a model did under a mesh.
 
     `verdict` is 'exact', 'refused', 'WRONG', 'crash', or 'rounding': one device that reads the rows
-    in reverse order is off by as much, within a factor of ROUNDING. `words` has the error or the reason.
+    in reverse order is off by as much, within a factor of ROUNDING. That is at most MOST_ROUNDING.
+    `words` has the error or the reason.
     `collectives` is the number of them in a micro-batch. `commit` is the commit that ran it, with
     '+' if files differed; '' if it is not known.
     """
@@ -98,7 +100,8 @@ def run_cell(name: str, mesh: str) -> PublicCell:
         return PublicCell(name, mesh, "refused" if refusal else "crash", last)
     error = max(result.worst_error, result.loss_error)
     words = "" if result.exact else f"{result.worst_tensor} is off by {result.worst_error:.1e}"
-    alike = report.rounding is not None and error <= ROUNDING * report.rounding
+    rounding = report.rounding or 0.0
+    alike = rounding <= MOST_ROUNDING and error <= ROUNDING * rounding
     verdict = "exact" if result.exact else "rounding" if alike else "WRONG"
     count = sum(result.collectives.values())
     return PublicCell(name, mesh, verdict, words, error, count, result.time_s)
@@ -114,37 +117,43 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def _send_cell(name: str, mesh: str, results: Connection) -> None:
+def _send_cells(name: str, meshes: Sequence[str], results: Connection) -> None:
     os.setsid()  # its workers end with it
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    results.send(run_cell(name, mesh))
+    for mesh in meshes:
+        results.send(run_cell(name, mesh))
 
 
-def run_apart(name: str, mesh: str) -> PublicCell:
-    """The cell of a model under a mesh, run in a separate process. Its verdict is 'crash' if that
-    process ends early or takes longer than TIMEOUT_S seconds.
+def run_apart(name: str, meshes: Sequence[str] = MESHES) -> list[PublicCell]:
+    """The cells of a model, one for each mesh, run in a separate process, which trains on one
+    device once. If it ends early, or needs more than TIMEOUT_S seconds for a mesh, that cell is a
+    'crash', and another process runs the meshes after it.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_cell, args=(name, mesh, sender))
+    process = context.Process(target=_send_cells, args=(name, meshes, sender))
     process.start()
     sender.close()
-    try:
-        cell = receiver.recv() if receiver.poll(TIMEOUT_S) else None
-        words = f"it took longer than {TIMEOUT_S:.0f} s"
-    except EOFError:
-        process.join()
-        cell, words = None, f"the process ended with code {process.exitcode}"
-    if cell is None and process.is_alive() and process.pid is not None:
+    cells: list[PublicCell] = []
+    lost = ""
+    while len(cells) < len(meshes) and not lost:
+        try:
+            if receiver.poll(TIMEOUT_S):
+                cells.append(receiver.recv())
+            else:
+                lost = f"it took longer than {TIMEOUT_S:.0f} s"
+        except EOFError:
+            process.join()
+            lost = f"the process ended with code {process.exitcode}"
+    if lost:
+        cells.append(PublicCell(name, meshes[len(cells)], "crash", lost))
+    if lost and process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    return replace(cell or PublicCell(name, mesh, "crash", words), commit=commit())
-
-
-def run_model(name: str) -> list[PublicCell]:
-    """The cells of a model, one for each of MESHES."""
-    return [run_apart(name, mesh) for mesh in MESHES]
+    rest = meshes[len(cells) :]
+    found = [replace(cell, commit=commit()) for cell in cells]
+    return found + (run_apart(name, rest) if rest else [])
 
 
 def read_log(file: Path) -> list[PublicCell]:
@@ -214,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     cells = read_log(options.log) if options.log else []
     known = {cell.model for cell in cells}
     with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(run_model, [name for name in names if name not in known]):
+        for found in pool.map(run_apart, [name for name in names if name not in known]):
             cells += found
             for cell in found:
                 print(f"{cell.model} {cell.mesh}: {cell.verdict} {cell.words}", file=sys.stderr, flush=True)  # fmt: skip

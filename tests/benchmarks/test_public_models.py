@@ -62,9 +62,9 @@ def test_a_cell_that_ends_or_hangs_is_a_crash(monkeypatch):
     }
     monkeypatch.setattr(public_models, "MODELS", models)
     monkeypatch.setattr(public_models, "TIMEOUT_S", 2.0)
-    cells = [run_apart(name, "dp=2") for name in models]
-    assert [cell.verdict for cell in cells] == ["crash", "crash"]
-    assert "code 3" in cells[0].words and "longer than 2 s" in cells[1].words
+    exits, hangs = (run_apart(name, ("dp=2", "tp=2")) for name in models)
+    assert [(cell.mesh, cell.verdict) for cell in exits] == [("dp=2", "crash"), ("tp=2", "crash")]
+    assert "code 3" in exits[1].words and "longer than 2 s" in hangs[1].words
 
 
 def test_the_last_cell_counts_and_the_table_says_which_commit_ran_it(monkeypatch):

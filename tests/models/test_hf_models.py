@@ -148,6 +148,19 @@ def test_packed_positions_are_refused_where_eager_ignores_them():
     trace(model, packed)
 
 
+def test_rows_of_positions_that_a_model_makes_itself_are_no_packing():
+    config = transformers.WhisperConfig(
+        **{"vocab_size": 20, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+           "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_mel_bins": 4, "max_source_positions": 8,
+           "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    labels = torch.arange(12).view(2, 6)
+    traced = trace(model, {"input_features": torch.randn(2, 4, 16), "labels": labels})
+    names = [str(node.target) for block in traced.classes for node in block.graph.nodes]
+    assert not any("cumsum" in name for name in names)
+
+
 def test_a_users_choice_of_attention_is_kept():
     settings = transformers.AutoConfig.for_model(**LLAMA)
     model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")

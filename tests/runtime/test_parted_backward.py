@@ -201,6 +201,24 @@ def test_weights_read_anywhere_any_number_of_times(seed, received, frozen, again
         assert grad is None or torch.allclose(parameter.grad, 2 * grad, rtol=1e-12, atol=1e-13)
 
 
+def test_group_norm_of_channels_last_gives_the_gradients_of_its_weights():
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(2, 4, dtype=torch.float64)
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64).requires_grad_()
+
+    def result() -> torch.Tensor:
+        return norm(x.to(memory_format=torch.channels_last)).sin().sum()
+
+    expected = torch.autograd.grad(result(), [x, *norm.parameters()])
+    parted = PartedBackward()
+    with parted.forward(0):
+        out = result()
+    (of_x,), left = parted.first(0, [out], None, [x])
+    left.second()
+    for found, gradient in zip((of_x, norm.weight.grad, norm.bias.grad), expected, strict=True):
+        torch.testing.assert_close(found, gradient)
+
+
 def test_the_second_part_runs_nothing_of_the_first_but_what_weights_follow():
     """A weight of two layers: the later one's gradient does not lead through the earlier one again."""
     weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))

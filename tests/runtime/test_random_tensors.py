@@ -31,6 +31,24 @@ class Noisy(nn.Module):
         return F.cross_entropy(self.down(h), labels)
 
 
+class Diffused(nn.Module):
+    """Noise, times and dropped labels, drawn by the size of the batch, and a table of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.classes = nn.Embedding(50, 6), nn.Embedding(4, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        rows = x.shape[0]
+        noise = torch.randn(rows, 6, dtype=x.dtype, device=x.device)
+        times = torch.randint(0, 50, (rows,), device=x.device)
+        labels = torch.where(torch.rand(rows, device=x.device) < 0.3, 3, labels)
+        share = torch.rand(6, dtype=x.dtype, device=x.device)
+        h = x + noise * times[:, None] / 50 + self.times(times) + self.classes(labels)
+        return F.mse_loss(self.down(F.gelu(self.up(h))) * share, noise)
+
+
 def noisy() -> tuple[nn.Module, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return Noisy(), {
@@ -39,13 +57,19 @@ def noisy() -> tuple[nn.Module, dict[str, Tensor]]:
     }
 
 
-def test_they_have_rules_and_no_note():
-    model, batch = noisy()
+def diffused() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Diffused(), noisy()[1]
+
+
+@pytest.mark.parametrize("maker", [noisy, diffused])
+def test_they_have_rules_and_no_note(maker):
+    model, batch = maker()
     words = " ".join(notes(trace(model, batch)))
     assert "without a rule" not in words and "other random numbers" not in words
 
 
+@pytest.mark.parametrize("maker", [noisy, diffused])
 @pytest.mark.parametrize("pin", [{"dp": 2}, {"tp": 2}, {"dp": 1, "micro_batch": 2}])
-def test_every_plan_draws_the_numbers_of_one_device(pin):
-    report = verify(noisy, nproc=2 if "micro_batch" not in pin else 1, pin=pin, rows=8)
+def test_every_plan_draws_the_numbers_of_one_device(maker, pin):
+    report = verify(maker, nproc=2 if "micro_batch" not in pin else 1, pin=pin, rows=8)
     assert report.exact, report.meshes[0]

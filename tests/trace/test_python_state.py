@@ -301,6 +301,20 @@ def test_training_with_such_a_table_is_that_of_eager_pytorch(pool2):
         assert max(found) <= 1, found
 
 
+class FrozenSizes(collections.OrderedDict):
+    """A container that forbids changes, as diffusers' configurations do."""
+
+    def update(self, *arguments, **more):
+        raise TypeError("frozen")
+
+
+def test_containers_that_forbid_changes_are_left_alone():
+    model = Model(lambda m, y: y * m.sizes["width"])
+    model.sizes = FrozenSizes(width=2)
+    assert not trace(model, {"x": torch.ones(4, 6)}).notes
+    assert model.sizes == {"width": 2}
+
+
 def test_forwards_without_state_have_no_notes():
     assert not trace(Model(lambda m, y: y), {"x": torch.ones(4, 6)}).notes
 

@@ -15,7 +15,7 @@ from autopar_cost_models import check_schedule
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
-from autopar.ir.traced import TracedModel, not_split
+from autopar.ir.traced import ONE_VALUE, TracedModel, not_split
 from autopar.models.rows import in_groups, rows_first
 from autopar.ops.dims import has_batch
 from autopar.ops.random import draws
@@ -280,6 +280,8 @@ class BatchSplitter:
         batch, ranks, rows = sum(held), len(held), held[0]
         if batch == 0:
             raise AutoparError("the batch has no rows")
+        if trains and batch < self.loss_split.least_rows:
+            raise AutoparError(f"{ONE_VALUE}; leave the batch out, or use a larger one")
         size = min(self.plan.micro_batch, rows) or 1
         splits, alike = bool(self.loss_split.joins), len(set(held)) == 1
         if alike and rows % size == 0 and (not splits or self._fits(rows // size)):

@@ -5,7 +5,7 @@ The other nodes lead only to weights, and form groups without connections. If on
 part leads to a group, the group waits. The second part runs that node again, for the gradients of
 weights only. If several nodes lead to a group, as for a weight of two layers, the first part runs
 the group. One of these nodes may follow another, so running them again would mean running all nodes
-in between.
+in between. The first part also runs the group of a node of `_ONCE`.
 
 Autograd frees a saved tensor with the node that reads it. If the graph must survive for a second
 part, it frees saved tensors only with the graph. A micro-batch would then hold everything until its
@@ -33,6 +33,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+_ONCE = ("NativeGroupNormBackward0",)
+"""Names of nodes that run once, for all gradients. torch 2.13's group norm on CPU crashes if it is
+asked for those of weights alone and its input is channels last.
+"""
 
 
 class _Slot:
@@ -239,12 +244,14 @@ def _parts(
     ends: tuple[int, ...],
     roots: frozenset[int],
     weights: frozenset[int],
+    once: frozenset[int],
 ) -> _Parts:
     """The division of a graph in which node n leads to the nodes `following[n]`. All micro-batches
     of a stage have the same division, with other nodes.
 
     `ends` are the nodes where gradients of received values arrive; `roots` are the nodes of the
-    results; `weights` are the nodes that accumulate gradients of parameters.
+    results; `weights` are the nodes that accumulate gradients of parameters. `once` are the nodes
+    of `_ONCE`.
     """
     graph = nx.DiGraph(
         (node, after) for node, all_after in enumerate(following) for after in all_after
@@ -261,7 +268,7 @@ def _parts(
             before for node in group for before in graph.predecessors(node) if before in first
         }
         led |= {None} if group & roots else set()
-        if len(led) > 1:
+        if len(led) > 1 or led & once:
             shared += sorted(group & weights)
         else:
             waiting |= group | led - {None}
@@ -308,7 +315,8 @@ class _Ways:
             for n, after in enumerate(self.following)
             if not after and hasattr(self.nodes[n], "variable")
         )
-        self.parts = _parts(tuple(self.following), tuple(ends), roots, weights)
+        once = frozenset(n for n, node in enumerate(self.nodes) if node.name() in _ONCE)
+        self.parts = _parts(tuple(self.following), tuple(ends), roots, weights, once)
 
     @property
     def waiting(self) -> list[Node]:
