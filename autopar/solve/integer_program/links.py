@@ -221,22 +221,26 @@ def _undominated(
     `allowed` (None: all). Of equal ones the first stays. `strategies` is indexed [model][strategy].
     """
     numbers = range(len(strategies[0])) if allowed is None else allowed
+    alike: dict[tuple, list[int]] = defaultdict(list)  # only equal layouts can dominate
+    for index in numbers:
+        alike[strategies[0][index].inputs, strategies[0][index].outputs].append(index)
 
     def dominates(a: int, b: int) -> bool:
         return all(_dominates(of_model[a], of_model[b]) for of_model in strategies)
 
-    kept: list[int] = []
-    for place, index in enumerate(numbers):
-        # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
-        if any(dominates(rival, index) for rival in kept):
-            continue
-        if any(
-            dominates(rival, index) and not dominates(index, rival)
-            for rival in numbers[place + 1 :]
-        ):
-            continue
-        kept.append(index)
-    return tuple(kept)
+    kept: set[int] = set()
+    for group in alike.values():
+        for place, index in enumerate(group):
+            # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
+            if any(dominates(rival, index) for rival in group[:place] if rival in kept):
+                continue
+            if any(
+                dominates(rival, index) and not dominates(index, rival)
+                for rival in group[place + 1 :]
+            ):
+                continue
+            kept.add(index)
+    return tuple(index for index in numbers if index in kept)
 
 
 def _dominates(a: Strategy, b: Strategy) -> bool:
