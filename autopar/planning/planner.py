@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -33,9 +34,9 @@ from autopar.solve.search.simplest import Preference, with_plan
 from autopar.solve.search.workers import processes_for_search
 from autopar.trace.fusion.fused import fused
 
-_SEARCH_SHARE = 0.85
+_SEARCH_SHARE, _CHOSEN_SHARE = 0.85, 0.95
 """Share of the time limit for the search itself, if simpler plans or runners-up are looked for after
-it.
+it; and the share after which no more simpler plans are looked for.
 """
 
 
@@ -85,6 +86,7 @@ def find_best(
         return annotator.alike(setting_of(candidate, request))
 
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
+    until = time.perf_counter() + _CHOSEN_SHARE * limits.time_s
     if request.tolerance or request.runners_up:
         limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
     likely = common_layouts(candidates, spec.topology.devices_per_node)
@@ -92,7 +94,7 @@ def find_best(
     if found.best is None or request.pin.stages is not None:
         return found
     restager = Restager(annotate, spec.room_bytes, cell_of, found.cells)
-    return _preferred(request, candidates, found, restager)
+    return _preferred(request, candidates, found, restager, until)
 
 
 def _preferred(
@@ -100,14 +102,16 @@ def _preferred(
     candidates: Sequence[Candidate],
     found: SearchResult,
     restager: Restager,
+    until: float,
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
-    asks for runners-up, with them and with the time of the plan's layout on all memory. After a
+    asks for runners-up, with them and with the time of the plan's layout on all memory. `until` is as
+    for `Preference`. After a
     search that ended by its time limit, a runner-up may be faster than its plan, and takes its place.
     """
     groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
     preference = Preference(
-        restager=restager, tolerance=request.tolerance, memory_bytes=memory_bytes
+        restager=restager, tolerance=request.tolerance, memory_bytes=memory_bytes, until=until
     )
     found = preference.chosen(found, groups, candidates)
     if not request.runners_up or found.best is None:

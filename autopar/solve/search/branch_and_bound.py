@@ -205,7 +205,7 @@ class UniformRefiner:
     `known_cells` and `held` are caches.
     """
 
-    opening_share = 0.5
+    opening_share = 0.65
     most_beside = 3
     without_plan = "infeasible"
 

@@ -8,10 +8,12 @@ one that leaves memory free. Classes after that are not looked at.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from math import inf
 
 from autopar.ir.simplicity import FREE_SHARE, Simplicity, simplicity_of
 from autopar.solve.costs.candidate import MIXED, Candidate
@@ -43,12 +45,15 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
     """Chooses the simplest plan within the fraction `tolerance` of the fastest. `memory_bytes` is
-    the whole memory of a device (None: unlimited), of which the restager may take a part.
+    the whole memory of a device (None: unlimited), of which the restager may take a part. After a
+    search that proved no optimum, no more plans are looked at from `until` on, by
+    `time.perf_counter()`.
     """
 
     restager: Restager
     tolerance: float
     memory_bytes: int | None
+    until: float = inf
 
     def chosen(
         self,
@@ -61,6 +66,7 @@ class Preference:
         """
         if found.best is None or self.tolerance <= 0:
             return found
+        proved = found.status == "optimal"
         (candidate, solution), left = found.best, 0
         own = _simplicity(candidate, self._is_crowded(solution.memory_bytes))
         limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
@@ -68,12 +74,19 @@ class Preference:
             offer
             for place, group in enumerate(groups)
             for offer in _offers(place, [candidates[n] for n in group], _least_s(found, group))
-            if offer.simplicity <= bare and offer.bound_s <= limit_s
+            if offer.simplicity <= bare
+            and offer.bound_s <= limit_s
+            and (proved or offer.bound_s > 0)  # else the search had no time for it
         ]
         offers.sort(key=lambda offer: (offer.simplicity, offer.place))
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
-            open_ = [offer for offer in alike if self._bound_s(offer, limit_s, bounds_s) < limit_s]
+            open_ = [
+                offer
+                for offer in alike
+                if (proved or time.perf_counter() < self.until)
+                and self._bound_s(offer, limit_s, bounds_s) < limit_s
+            ]
             is_own = simplicity == bare
             within_s = (1 + (self._share(found) if is_own else self.tolerance)) * solution.time_s
             parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
