@@ -36,7 +36,7 @@ from autopar.trace.fusion.fused import fused
 
 _SEARCH_SHARE, _CHOSEN_SHARE = 0.85, 0.95
 """Share of the time limit for the search itself, if simpler plans or runners-up are looked for after
-it; and the share after which no more simpler plans are looked for.
+it. And the share after which no more simpler plans are looked for.
 """
 
 
