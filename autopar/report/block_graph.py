@@ -18,7 +18,7 @@ from autopar.report.svg import Svg
 from autopar.request.plan_request import PlanRequest
 from autopar.text.layout_words import describe, interesting
 
-_BOX_WIDE, _BOX_TALL, _STEP, _SPACE = 186.0, 44.0, 78.0, 22.0
+_BOX_WIDE, _BOX_TALL, _STEP, _SPACE = 208.0, 44.0, 78.0, 22.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,11 @@ def percent(share: float) -> str:
 
 def gap_words(gap: float) -> str:
     """A relative gap as text in percent: whole from 10 % on (`12 %`), with two significant digits
-    below (`0.094 %`).
+    below (`0.094 %`). One below 1e-6, of rounding alone, is `0 %`.
     """
-    return f"{round(100 * gap)} %" if gap >= 0.1 else f"{100 * max(gap, 0.0):.2g} %"
+    if gap >= 0.1:
+        return f"{round(100 * gap)} %"
+    return f"{100 * gap if gap >= 1e-6 else 0:.2g} %"
 
 
 def count(number: float) -> str:

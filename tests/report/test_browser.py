@@ -1,4 +1,6 @@
-"""The page in a browser: opens fast, says and asks for nothing, cuts nothing, wide and narrow."""
+"""The page in a browser: opens fast, says and asks for nothing, cuts nothing, wide and narrow, light and
+dark.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ import os
 import re
 import shutil
 import subprocess
-import time
+from html import escape
 from pathlib import Path
 
 import pytest
 from support.report_plans import report_of
 
+from autopar.cli.session import Asked, Planner
 from autopar.report.numbers import Numbers
+from autopar.report.report import Report
 
 _BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -44,45 +48,46 @@ addEventListener("load", () => {
     }
     seen.push({svg: one.ownerSVGElement, box: box, text: one.textContent});
   }
+  for (const one of document.querySelectorAll("main *, body > *")) {
+    const style = getComputedStyle(one);
+    if (style.overflowX !== "visible" && style.overflowX !== "auto" && style.overflowX !== "scroll" &&
+        one.scrollWidth > one.clientWidth + 1 && one.clientWidth) cut.push(one.tagName + " " + one.textContent.slice(0, 40));
+  }
   found.cut = cut;
   const out = document.createElement("script");
   out.type = "application/json"; out.id = "found"; out.textContent = JSON.stringify(found);
-  document.body.append(out);
+  parent.document.body.append(out);
 });
 </script>
 """
 
 
-def opened(page: Path, width: int) -> tuple[dict, float]:
-    """What the page says of itself in a window of this width, and seconds until the browser had ended."""
-    started = time.perf_counter()
+def opened(text: str, folder: Path, width: int, dark: bool = False) -> dict:
+    """What a page with this HTML says of itself in a window of this width. A headless window is at
+    least 500 wide, so that the page is in a frame.
+    """
+    inner = escape(text.replace("<head>", f"<head>{_PROBE}"))
+    page = folder / "report.html"
+    page.write_text(
+        f'<!doctype html><body style="margin:0"><iframe style="border:0;width:{width}px;height:900px" srcdoc="{inner}"></iframe>'
+    )
+    flags = ["--force-dark-mode"] if dark else []
     done = subprocess.run(
-        [str(_BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
-         f"--user-data-dir={page.parent / 'profile'}", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(page.parent)},
+        [str(_BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={max(width, 500)},900", *flags,
+         f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(folder)},
     )  # fmt: skip
     found = re.search(
         r'<script type="application/json" id="found">(.*?)</script>', done.stdout, re.S
     )
     assert found, done.stderr[-2000:]
-    return json.loads(found[1]), time.perf_counter() - started
+    return json.loads(found[1])
 
 
-@pytest.mark.parametrize(
-    "case", ["1f1b", "interleaved", "experts", "many micro-batches", "context"]
-)
-@pytest.mark.parametrize("width", [1440, 390])
-def test_a_page_in_a_browser(case, width, tmp_path):
-    report = report_of(case)
+def check(report: Report, folder: Path, width: int, dark: bool = False) -> None:
     text = report.html()
-    page = tmp_path / "report.html"
-    if width < 500:  # a headless window is at least 500 wide: the page is put into a frame
-        inner = text.replace("<head>", f"<head>{_PROBE}")
-        page.write_text(inner)
-        width = 500
-    else:
-        page.write_text(text.replace("<head>", f"<head>{_PROBE}"))
-    found, _ = opened(page, width)
+    assert len(text.encode()) < 500_000
+    found = opened(text, folder, width, dark)
     assert found["problems"] == [] and found["requests"] == []
     assert found["ready"] < 2000
     assert found["wide"] <= 0, "the page does not scroll sideways"
@@ -91,3 +96,28 @@ def test_a_page_in_a_browser(case, width, tmp_path):
     assert found["numbers"]
     for path, value in found["numbers"]:
         assert float(value) == look.value(path)
+
+
+@pytest.mark.parametrize(
+    "case", ["1f1b", "interleaved", "experts", "many micro-batches", "context"]
+)
+@pytest.mark.parametrize(("width", "dark"), [(1440, False), (390, False), (390, True)])
+def test_a_page_in_a_browser(case, width, dark, tmp_path):
+    check(report_of(case), tmp_path, width, dark)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"),
+    [
+        ("llama3-8b", "dgx-h100:8", 512),
+        ("mixtral-8x7b", "dgx-h100:16", 512),
+        ("llama3-405b", "dgx-h100:2048", 2048),
+        ("llama3-8b", "dgx-h100:1+dgx-a100-80g:1", 128),
+    ],
+)
+def test_pages_of_large_plans(model, cluster, batch, tmp_path):
+    planner = Planner(Asked(model, cluster, batch, 4096, time_limit=60.0), lambda text: None)
+    plan = planner.plan({}, runners_up=True)
+    report = planner.report(plan, {}, {})
+    for width in (1440, 390):
+        check(report, tmp_path, width)
