@@ -4,7 +4,8 @@
 
 For each question it prints the plan, how simple it is, the memory that stays free, and the gap. Then
 come the best plan of each other family of layouts, and the layout of a published recipe.  Plans
-that take more than 92 % of the memory are listed at the end; exit code 1 if there are any.
+that take more than 92 % of the memory are listed at the end, and those with a simpler or faster
+runner-up; exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -13,26 +14,24 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from autopar_cost_models import Device
-from autopar_cost_models.catalogue import CARD_LINKS
-
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.explaining.runners_up import preference_words, why
+from autopar.explaining.runners_up import (
+    preference_words,
+    simplicity_of_entry,
+    simplicity_of_plan,
+    why,
+)
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.models.base import ModelSpec, NativeSpec
-from autopar.models.hf import HFSpec
-from autopar.models.mla import MLADims
-from autopar.models.moe import MoEConfig
 from autopar.request.pins import Pins
 from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.text.device_words import fullest_rank
@@ -64,68 +63,21 @@ class Question:
     published: str = ""
 
 
-_VIT_HUGE = {
-    "model_type": "vit",
-    "hidden_size": 1280,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "intermediate_size": 5120,
-    "image_size": 224,
-    "patch_size": 14,
-    "num_labels": 1000,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-_DEEPSEEK_V3 = MoEConfig(
-    vocab=129280, hidden=7168, layers=61, heads=128, kv_heads=128, ffn=2048, experts=256, top_k=8, max_seq=4096,
-    shared_ffn=2048, first_dense=3, dense_ffn=18432, mla=MLADims(), mtp=1,
-)  # fmt: skip
-_QWEN = "head_dim=128,kv_heads=4,experts=128,top_k=8,vocab=151936,seq=32768"
-_SPECS: dict[str, Callable[[], ModelSpec]] = {
-    # arXiv:2412.19437, section 4.2
-    "deepseek-v3": lambda: NativeSpec.of("deepseek-v3", _DEEPSEEK_V3),
-    # arXiv:2505.09388, table 2, and the released config.json
-    "qwen3-235b-a22b": lambda: parse_model(f"moe:layers=94,hidden=4096,heads=64,ffn=1536,{_QWEN}"),
-    "qwen3-30b-a3b": lambda: parse_model(f"moe:layers=48,hidden=2048,heads=32,ffn=768,{_QWEN}"),
-    "tinyllama-1.1b": lambda: parse_model(
-        "llama:layers=22,hidden=2048,heads=32,kv_heads=4,ffn=5632,vocab=32000,seq=2048"
-    ),
-    "olmo-1b": lambda: parse_model(
-        "llama:layers=16,hidden=2048,heads=16,ffn=8192,vocab=50304,seq=2048,tied=true"
-    ),
-    "qwen2-7b": lambda: parse_model(
-        "llama:layers=28,hidden=3584,heads=28,kv_heads=4,ffn=18944,vocab=152064,seq=131072"
-    ),
-    "qwen2-72b": lambda: parse_model(
-        "llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=29568,vocab=152064,seq=32768"
-    ),
-    "bloom-7b": lambda: parse_model(
-        "gpt:layers=30,hidden=4096,heads=32,vocab=250880,seq=2048,positions=alibi,tied=true"
-    ),
-    "vit-huge": lambda: HFSpec.from_dict("vit-huge", _VIT_HUGE),
-}
-"""Models that have no name of their own yet."""
-
-
-def _card(name: str, tflops: float, memory_MiB: int, bandwidth_Bps: float) -> Device:
-    """A consumer card, from its datasheet; `tflops` of bf16 with sums in fp32."""
-    return Device(name, {"bf16": tflops * 1e12, "fp32": tflops * 1e12 / 2}, memory_MiB * 2**20, bandwidth_Bps, launch_s=3e-6,
-                  matmul_efficiency=0.8, bandwidth_efficiency=0.85, reserved_bytes=2**30, source="NVIDIA datasheet")  # fmt: skip
-
-
-_CARDS = {
-    "rtx3090": _card("rtx3090", 71.0, 24576, 936e9),
-    "rtx4090": _card("rtx4090", 165.2, 24564, 1008e9),
-}
+# models without a name of their own
+_TINYLLAMA = "llama:layers=22,hidden=2048,heads=32,kv_heads=4,ffn=5632,vocab=32000,seq=2048"
+_OLMO = "llama:layers=16,hidden=2048,heads=16,ffn=8192,vocab=50304,seq=2048,tied=true"
+_QWEN2_7B = "llama:layers=28,hidden=3584,heads=28,kv_heads=4,ffn=18944,vocab=152064,seq=131072"
+_QWEN2_72B = "llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=29568,vocab=152064,seq=32768"
+_BLOOM_7B = "gpt:layers=30,hidden=4096,heads=32,vocab=250880,seq=2048,positions=alibi,tied=true"
 
 QUESTIONS = (
-    Question("tinyllama on 8 A100-40G", "tinyllama-1.1b", "a100-40g:8", 512, 2048,
+    Question("tinyllama on 8 A100-40G", _TINYLLAMA, "a100-40g:8", 512, 2048,
              "jzhang38/TinyLlama issue 173", "FSDP; asked why not DDP"),
-    Question("olmo-1b on 4 A100", "olmo-1b", "a100-80g:4", 256, 2048,
+    Question("olmo-1b on 4 A100", _OLMO, "a100-80g:4", 256, 2048,
              "allenai/OLMo issue 762", "DDP, 4.6 x as fast as FSDP"),
     Question("gpt2-xl on 32 H200", "gpt2-xl", "dgx-h200:4", 512, 1024,
              "karpathy/nanoGPT pull request 632", "FSDP; asked why not DDP"),
-    Question("vit-huge on 8 A100-40G", "vit-huge", "a100-40g:8", 4096, 257,
+    Question("vit-huge on 8 A100-40G", "vit-h-14", "a100-40g:8", 4096, 257,
              "jeonsworld/ViT-pytorch issue 14", "DDP"),
     Question("llama2-7b on 8 RTX 3090", "llama2-7b", "rtx3090:8", 64, 2048,
              "meta-llama/llama-cookbook issue 100", "FSDP, out of memory"),
@@ -133,19 +85,19 @@ QUESTIONS = (
              "tatsu-lab/stanford_alpaca issue 280", "FSDP with offload"),
     Question("gpt2-xl on 2 RTX 4090", "gpt2-xl", "rtx4090:2", 64, 1024,
              "huggingface/transformers issue 9371", "DDP"),
-    Question("bloom-7b on 2 x 4 A100", "bloom-7b", "a100-40g 2x4", 64, 2048,
+    Question("bloom-7b on 2 x 4 A100", _BLOOM_7B, "a100-40g 2x4", 64, 2048,
              "pytorch/pytorch issue 102434", "FSDP, slow between nodes"),
     Question("llama3-8b on 8 H100", "llama3-8b", "dgx-h100:1", 128, 8192, _NEMO, "FSDP, micro-batch 1 (fp8)"),
     Question("llama3-8b on 128 H100", "llama3-8b", "dgx-h100:16", 256, 8192, _TITAN, "FSDP, micro-batch 2"),
     Question("llama3-8b on 8 MI300X", "llama3-8b", "mi300x-8:1", 64, 8192,
              "ROCm/TransformerEngine issue 79", "FSDP"),
     Question("llama3-8b, 128k on 8 H100", "llama3-8b", "dgx-h100:1", 8, 131072, _TITAN, "FSDP 2, CP 4"),
-    Question("qwen2-7b, 128k on 8 A100", "qwen2-7b", "a100-80g:8", 8, 131072,
+    Question("qwen2-7b, 128k on 8 A100", _QWEN2_7B, "a100-80g:8", 8, 131072,
              "hiyouga/LlamaFactory issues 5720 and 5024", ""),
     Question("llama3-70b on 16 A100", "llama3-70b", "dgx-a100-80g:2", 64, 4096,
              "InternLM/xtuner issue 842", "ZeRO-3, out of memory"),
     Question("llama3-70b on 64 H100", "llama3-70b", "dgx-h100:8", 128, 8192, _NEMO, "TP 4, PP 8, VP 5 (fp8)"),
-    Question("qwen2-72b, 32k on 96 A100", "qwen2-72b", "dgx-a100-80g:12", 96, 32768,
+    Question("qwen2-72b, 32k on 96 A100", _QWEN2_72B, "dgx-a100-80g:12", 96, 32768,
              "hiyouga/LlamaFactory issue 5815", ""),
     Question("llama3-405b on 1,024 H100", "llama3-405b", "dgx-h100:128", 512, 8192, _NEMO,
              "TP 8, PP 8, CP 2, VP 8 (fp8)"),
@@ -164,19 +116,11 @@ QUESTIONS = (
 
 
 def cluster_of(text: str) -> ClusterSpec:
-    """The cluster of a question: `DEVICE NODESxDEVICES`, a consumer card with PCI Express 4.0, or
-    what autopar parses.
-    """
+    """The cluster of a question: `DEVICE NODESxDEVICES`, or what autopar parses."""
     device, _, shape = text.partition(" ")
     if shape:
         return ClusterSpec.make(device, *map(int, shape.split("x")), name=text)
-    name, _, count = text.partition(":")
-    if name not in _CARDS:
-        return ClusterSpec.parse(text)
-    link = CARD_LINKS["l40s"]
-    return ClusterSpec.make(_CARDS[name], 1, int(count), name=text, intra_bandwidth_Bps=link.bandwidth_Bps,
-                            intra_latency_s=link.latency_s, intra_efficiency=link.efficiency, intra_kind=link.kind,
-                            inter_bandwidth_Bps=1.25e9, inter_latency_s=2e-5)  # fmt: skip
+    return ClusterSpec.parse(text).one_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +137,19 @@ class Answer:
     search_s: float
 
     def broken(self) -> Iterator[str]:
-        """The rules that the plan breaks, as text; so far one, on memory."""
+        """The rules that the plan breaks, as text: on memory, and on plans of other families that
+        are simpler within the tolerance, or faster by more.
+        """
         if self.plan is None:
             return
+        own, own_s = simplicity_of_plan(self.plan), self.plan.predicted.step_time_s
+        for entry in self.plan.certificate.runners_up:
+            if entry["time_s"] is None:
+                continue
+            if (1 + TOLERANCE) * entry["time_s"] < own_s:
+                yield f"{entry['family']} is faster by {percent(1 - entry['time_s'] / own_s)}"
+            if entry["time_s"] < own_s and simplicity_of_entry(entry) < own:
+                yield f"{entry['family']} is simpler and no slower"
         peak, capacity = fullest_rank(self.plan, self.cluster)
         if peak > MOST_FILLED * capacity:
             yield f"{percent(peak / capacity)} of the memory is taken"
@@ -225,8 +179,7 @@ class Answer:
 def answer(question: Question, time_limit_s: float) -> Answer:
     """Plans a question with the defaults of the command line, and with runners-up."""
     start = time.perf_counter()
-    make = _SPECS.get(question.model, lambda: parse_model(question.model))
-    spec, cluster = make(), cluster_of(question.cluster).kept_free()
+    spec, cluster = parse_model(question.model), cluster_of(question.cluster).kept_free()
     traced = api.trace_spec(spec, question.seq)
     request = PlanRequest(cluster, question.global_batch, Pins(), "bf16", False, question.model,
                           tolerance=TOLERANCE, runners_up=True)  # fmt: skip
