@@ -83,7 +83,7 @@ def test_odd_arguments_of_plan_are_refused(value):
         "objective",
         "software",
     ):
-        if value is None and name in ("pin", "loss_fn", "precision"):
+        if value is None and name in ("pin", "loss_fn", "precision", "software"):
             continue
         if name == "model" and isinstance(value, nn.Module):
             continue

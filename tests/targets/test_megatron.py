@@ -227,7 +227,10 @@ def test_names_and_comments_that_contradict_the_options() -> None:
 
 
 def test_experts_that_do_not_divide_where_the_dense_part_does() -> None:
-    moe = "--num-experts 64 --moe-router-topk 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size "
+    moe = (
+        "--num-experts 64 --moe-router-topk 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--disable-bias-linear --expert-model-parallel-size "
+    )
     assert refused(moe + "4") == []
     (only,) = refused(moe + "8")  # the experts' tp is that of the dense part
     assert "the experts' tp 2 x ep 8" in only.what
