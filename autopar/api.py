@@ -183,8 +183,7 @@ def plan(
         precision: 'bf16', 'fp16', 'fp32' or 'fp64'.  By default the model's own, but bf16 on GPUs for an fp32 model.  A note of
             the plan says so.
         time_limit_s: seconds that tracing and a search may take together; a search has at least half of them.  Objectives other than
-            'time' need several searches.  If nothing fits, looking
-            for what would fit takes some 20 s more.
+            'time' need several searches.  If nothing fits, looking for what would fit takes some 20 s more.
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.

@@ -105,9 +105,9 @@ def _preferred(
     until: float,
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
-    asks for runners-up, with them and with the time of the plan's layout on all memory. `until` is as
-    for `Preference`. After a
-    search that ended by its time limit, a runner-up may be faster than its plan, and takes its place.
+    asks for runners-up, with them and with the time of the plan's layout on all memory. After a
+    search that ended by its time limit, a runner-up may be faster than its plan, and takes its
+    place. `until` is as for `Preference`.
     """
     groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
     preference = Preference(
@@ -117,17 +117,15 @@ def _preferred(
     if not request.runners_up or found.best is None:
         return found
     others = runners_up(groups, candidates, found, restager)
-    while (better := others[0].staged if others else None) is not None:
-        if (1 + request.tolerance) * better.time_s >= found.chosen_s:
-            break
-        found = with_plan(found, candidates, better, "the best of its family")
-        found = preference.chosen(replace(found, fastest=None), groups, candidates)
-        others = runners_up(groups, candidates, found, restager)
+    better = others[0].staged if others else None
+    if better is not None and (1 + request.tolerance) * better.time_s < found.best[1].time_s:
+        faster = with_plan(found, candidates, better, "the best of its family")
+        return _preferred(request, candidates, replace(faster, fastest=None), restager, until)
     whole = replace(restager, capacity_bytes=memory_bytes)
     return replace(
         found,
         runners_up=tuple(map(runner_up_data, others)),
-        unlimited_s=found.best and same_layout_s(whole, found.best[0]),
+        unlimited_s=same_layout_s(whole, found.best[0]),
     )
 
 

@@ -51,13 +51,8 @@ def read(source: Source) -> Job:
     facts = _facts(args)
     gpus = args.whole("num_processes")
     nodes = args.whole("num_machines") or 1
-    layout = (
-        _deepspeed(args)
-        if kind == "DEEPSPEED"
-        else _megatron(args)
-        if kind == "MEGATRON_LM"
-        else _fsdp(args, sharded=kind == "FSDP")
-    )
+    engines = {"DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}
+    layout = engines[kind](args) if kind in engines else _fsdp(args, sharded=kind == "FSDP")
     if kind in ("NO", "MULTI_CPU", "TPU", "XLA"):
         args.find("note", f"distributed_type {kind} is read as data parallelism without sharding")
     per_node = gpus // nodes if gpus and gpus % nodes == 0 else None

@@ -159,8 +159,10 @@ def driver_of(
         names=tuple(cells),
     )
     sharing = Sharing(state=state, team=Team(progress), cells=cell_numbers)
-    entry_of = {one: number for number, group in enumerate(members) for one in group}
-    first = [entry_of[one] for one in likely] if len(cells) > _MANY_CELLS else []
+    first: list[int] = []
+    if len(cells) > _MANY_CELLS:
+        entry_of = {one: number for number, group in enumerate(members) for one in group}
+        first = [entry_of[one] for one in likely]
     return Driver(
         state=state,
         refiner=refiner,

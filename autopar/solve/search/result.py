@@ -58,11 +58,6 @@ class SearchResult:
         return INFINITE if known is None else known[1].time_s
 
     @property
-    def chosen_s(self) -> float:
-        """Step seconds of the chosen plan; infinite without one."""
-        return INFINITE if self.best is None else self.best[1].time_s
-
-    @property
     def gap(self) -> float:
         """(time - bound) / time of the fastest plan. 0 means proved optimal, up to
         `OPTIMALITY_GAP`; 1 means that no plan was found.
