@@ -180,10 +180,6 @@ def software_from(parts: Mapping[str, Any]) -> Software:
     return Software(**fields, matmul_dtype="fp8" if "fp8_scaling" in fields else None)
 
 
-_RECIPES = {"block": "blockwise"}
-"""Scalings of fp8 that jobs of frameworks call otherwise."""
-
-
 def software_like(
     name: str | None,
     parts: Software,
@@ -199,13 +195,13 @@ def software_like(
     Raises AutoparError for an unknown framework, target or cluster.
     """
     from autopar.request.framework_names import is_deepspeed
-    from autopar.request.frameworks import software_of
+    from autopar.request.frameworks import RECIPES, software_of
     from autopar.targets.registry import target_of
 
     facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
     facts["compiled"] = parts.compiled
     if parts.matmul_dtype == "fp8":
-        recipe = _RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
+        recipe = RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
         facts |= {"matmul": "fp8", "recipe": recipe}
     if precision in ("bf16", "fp16", "fp32"):
         facts["compute"] = precision

@@ -197,9 +197,7 @@ def proof_words(answer: Answer) -> str:
         return "proved: no plan that leaves memory free is faster"
     words = f"a plan that leaves memory free is at most {percent(faster)} faster"
     is_proved = faster <= 2 * TOLERANCE
-    return (
-        f"proved: {words}" if is_proved else f"not proved in time: {words}; --time-limit is longer"
-    )
+    return f"proved: {words}" if is_proved else f"not proved in time: {words}; raise --time-limit"
 
 
 def check_data(answer: Answer) -> dict[str, Any]:

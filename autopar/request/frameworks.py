@@ -33,6 +33,8 @@ SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
 SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
             "mx": "block"}  # fmt: skip
 """The field `fp8_scaling` of `Software` for each fp8 recipe of a job."""
+RECIPES = {"current": "tensorwise", "block": "blockwise"}
+"""The recipe of a job for each `fp8_scaling` that jobs call otherwise."""
 
 EAGER_ISSUE_S = 55e-6
 """Seconds of the host for an operation of the model in eager mode: Python of modules, hooks and

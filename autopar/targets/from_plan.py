@@ -9,14 +9,13 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
+from autopar.request.frameworks import RECIPES
 from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 
 _LAYER = re.compile(r"(^|\.)\d+(\.|$)")
 _WHOLE = re.compile(r"norm|(^|_)ln_?\d*_|router|(^|_)gate_weight$|scale")
 """Weights of a layer that every framework leaves whole under tp: norms and routers."""
-_SCALINGS = {"current": "tensorwise", "block": "blockwise"}
-"""Scalings of fp8 that jobs of frameworks call otherwise."""
 
 
 def layers_of(plan: Plan) -> tuple[int, ...]:
@@ -122,7 +121,7 @@ def job_of_plan(
     software = Software.from_data(plan.made_for.software)
     facts = Facts(
         precision,
-        _SCALINGS.get(software.fp8_scaling, software.fp8_scaling)
+        RECIPES.get(software.fp8_scaling, software.fp8_scaling)
         if software.matmul_dtype == "fp8"
         else "",
         dp_overlap=software.dp_overlap,
