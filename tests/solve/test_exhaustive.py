@@ -121,6 +121,11 @@ def test_ranks_that_share_out_with_few_others_close_no_other():
     assert seen >= 10
 
 
+def test_candidates_that_shard_within_groups_and_among_all_are_not_equally_simple():
+    """They are solved together, and the simplest plan shards among all, not within groups."""
+    assert {"simplest", "pipeline"} <= set(judge(584).kinds)
+
+
 def _half(function):
     return lambda *args: function(*args) // 2
 

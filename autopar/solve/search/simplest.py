@@ -30,9 +30,9 @@ applies to searches that ended with a gap.
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Plans with one `simplicity` (`crowded` aside): a `part` of the candidates at `place` in the
-    search. `bound_s` is a lower bound on all plans of these candidates. `whole` has their plans in
-    any recompute modes.
+    """Plans with one `simplicity` (`crowded` aside): a `part` of the candidates that are solved
+    together and shard alike, those at `place`. `bound_s` is a lower bound on all plans of these
+    candidates. `whole` has their plans in any recompute modes.
     """
 
     simplicity: Simplicity
@@ -72,7 +72,7 @@ class Preference:
         limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
         offers = [
             offer
-            for place, group in enumerate(groups)
+            for place, group in enumerate(_as_simple(groups, candidates))
             for offer in _offers(place, [candidates[n] for n in group], _least_s(found, group))
             if offer.simplicity <= bare
             and offer.bound_s <= limit_s
@@ -167,6 +167,17 @@ def _is_better(best: Restaged | None, found: SearchResult) -> bool:
     if best is None or found.best is None:
         return False
     return found.status != "optimal" or best.memory_bytes <= found.best[1].memory_bytes
+
+
+def _as_simple(
+    groups: Sequence[Sequence[int]], candidates: Sequence[Candidate]
+) -> Iterator[Sequence[int]]:
+    """The groups, parted by the size of ZeRO's groups, which counts in a plan's simplicity."""
+    for group in groups:
+        by_shard: dict[int, list[int]] = {}
+        for number in group:
+            by_shard.setdefault(candidates[number].shard, []).append(number)
+        yield from by_shard.values()
 
 
 def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[Offer]:
