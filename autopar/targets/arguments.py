@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import is_known, shown_value
+from autopar.targets.expansion import CLOSE, OPEN, is_known, shown_value
 from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
@@ -115,6 +115,17 @@ class Arguments:
         )
 
 
+def may_be_options(word: str) -> bool:
+    """Whether a word is a value that is not known and whose name promises options, such as
+    `$EXTRA_ARGS`.
+    """
+    inner = re.fullmatch(f"{OPEN}([^{CLOSE}]*){CLOSE}", word)
+    return (
+        inner is not None
+        and re.match(r"\W*\w*(arg|opt|flag|param|cmd)", inner[1], re.I) is not None
+    )
+
+
 def options_of(words: Iterable[str]) -> dict[str, str]:
     """The options of a command: `--name value`, `--name=value` and `--name`, with underscores for
     hyphens. Several values are joined by a blank. The last one of a name counts.
@@ -123,13 +134,15 @@ def options_of(words: Iterable[str]) -> dict[str, str]:
     name = ""
     for word in words:
         option = re.match(r"--?([A-Za-z][\w.-]*)(?:=(.*))?$", word, re.DOTALL)
-        if option:
+        if re.fullmatch(r"-[A-Za-z]", word):  # of the interpreter or of srun
+            name = ""
+        elif option:
             name = option[1].replace("-", "_")
             found[name] = option[2] or ""
             name = "" if option[2] is not None else name
         elif word.endswith(".py"):  # the program behind the launcher's options
             name = ""
-        elif name:
+        elif name and not may_be_options(word):
             found[name] = f"{found[name]} {word}".strip()
     return found
 

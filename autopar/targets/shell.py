@@ -248,7 +248,9 @@ class _Reader(Expansion):
             self.script.commands.append((tuple(text.split()), node.end))
 
     def _source(self, name: str) -> None:
-        text = self.read_file(name) if is_known(name) else None
+        # `source $(dirname $0)/common.sh`: the folder is not known, and is most often that of the script
+        known = name if is_known(name) else name.rpartition("/")[2]
+        text = self.read_file(known) if known and is_known(known) else None
         if text is None:
             self.script.unread.append(shown_value(name))
         else:
