@@ -11,6 +11,7 @@ from autopar.targets.expansion import CLOSE, OPEN, is_known, shown_value
 from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
+_OFF = ("false", "none", "null", "[]", "{}")
 _FALSE = ("false", "0", "no", "off", "none", "null")
 
 
@@ -105,9 +106,11 @@ class Arguments:
         )
 
     def rest(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
-        """The options that were not read and do not match `neutral`, as `name=value`."""
+        """The options that were not read, do not match `neutral` and are not off, as `name=value`."""
         left = [
-            name for name in self.values if name not in self.read and not neutral.fullmatch(name)
+            name
+            for name, value in self.values.items()
+            if name not in self.read and not neutral.fullmatch(name) and value.lower() not in _OFF
         ]
         return tuple(
             f"{name}={shown_value(self.values[name])[:60]}" if self.values[name] else name

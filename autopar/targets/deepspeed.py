@@ -53,7 +53,7 @@ def read(source: Source) -> Job:
         cp=args.whole("sequence_parallel_size") or 1,
         micro_batch=micro or 1,
         global_batch=batch,
-        accumulation=steps or 1,
+        accumulation=1 if batch else steps or 1,
         zero=args.whole(f"{Z}stage", least=0) or 0,
         offload=_offload(args),
         recompute=_recompute(args, data),

@@ -105,6 +105,45 @@ def _resolved(text: str, path: str, plain: Mapping[str, str], findings: list[Fin
     return text
 
 
+_RECIPE = re.compile(
+    r"(model|train|ddp|comm_overlap|mixed_precision|dist|dataset|optimizer|tokenizer|[Tt]rainer|\w*(Strategy|Provider|ParallelConfig|"
+    r"OverlapConfig|OverlapCallback|PrecisionConfig|DataModule)|run\.Partial)\.([A-Za-z]\w*)"
+)
+"""The settings of a recipe that are about the model, its layout and its precision."""
+_ARGUMENTS = {
+    "tensor_parallelism": "tensor_model_parallel_size",
+    "pipeline_parallelism": "pipeline_model_parallel_size",
+    "virtual_pipeline_parallelism": "virtual_pipeline_model_parallel_size",
+    "context_parallelism": "context_parallel_size",
+    "expert_parallelism": "expert_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+    "num_gpus_per_node": "devices",
+}
+"""NeMo's functions of recipes name these otherwise."""
+
+
+def recipe_options(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a recipe's function as nested mappings say them. The last of a name counts."""
+    found: dict[str, str] = {}
+    for path, value in reversed(settings.items()):
+        if not (match := _RECIPE.fullmatch(path)) or "(" in value:
+            continue
+        name = _ARGUMENTS.get(match[3], match[3])
+        found.setdefault(f"recipe.{name}", value)
+    return found | {"recipe.use_distributed_optimizer": "true"} | _fp8_of(settings)
+
+
+def _fp8_of(values: Mapping[str, str]) -> dict[str, str]:
+    """The options of fp8 that the name of a mixed precision says, such as
+    `bf16_with_fp8_current_scaling_mixed`.
+    """
+    names = [*values, *values.values()]
+    name = next((n for n in names if re.fullmatch(r"\w*_with_\w*fp8\w*", n)), "")
+    recipes = {"current": "tensorwise", "subchannel": "blockwise", "mxfp8": "mxfp8"}
+    recipe = next((recipe for word, recipe in recipes.items() if word in name), "delayed")
+    return {"fp8_format": "hybrid", "fp8_recipe": recipe} if name else {}
+
+
 def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     """The options with what the framework of a mapping fills in, and with NeMo's names for what
     Megatron-LM names otherwise.

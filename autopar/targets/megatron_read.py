@@ -12,7 +12,13 @@ from autopar.targets.arguments import Arguments, options_of, read_mapping
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
-from autopar.targets.megatron_mapping import filled_in, options_by_name, overrides_of
+from autopar.targets.megatron_mapping import (
+    filled_in,
+    options_by_name,
+    overrides_of,
+    recipe_options,
+)
+from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
 from autopar.targets.target import Source, vocabulary_of
 
@@ -50,14 +56,18 @@ NEUTRAL = re.compile(
     r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
     r"data_(impl|prefix)|.*_dir|output_.*|dataset.*|split_dataset.*|num_train_epochs|epochs|max_(steps|epochs|padding|prompt|response|num_seqs).*|"
     r".*_tokenizer.*|extra_vocab_size|(deepspeed|codecarbon|kill_switch|trigger|special_tokens)_.*|deepspeed|abort_on_.*|embed_layernorm|"
-    r"universal_.*|no_pipeline_parallel|DDP_impl|no_query_key.*|(no_)?persist_.*|bias|(bias|gradient_acc|masked)_.*fusion|fp16_lm_.*|"
+    r"universal_.*|no_pipeline_parallel|DDP_impl|no_query_key.*|(no_)?persist_.*|bias|(bias|masked)_.*fusion|fp16_lm_.*|"
     r"fp32_residual.*|ffn_dropout|native_amp.*|megatron_amp.*|mcore_gpt|optim_name|precision|pre_process|post_process|headscale|"
     r"transformer_block_type|attention_type|openai_gelu|normalize_attention.*|use_(scaled_init|emha|flash_attention|kl|dynamic|fused).*|"
     r"do_layer_norm.*|(sync|batch)_(batch|p2p)_comm|reduce_amax|gradient_as_bucket_view|grad_(div_ar|allreduce_chunk).*|onnx_safe|restore_.*|"
     r"resume.*|gen_shape|get_attention_mask.*|mmap_.*|model(_name.*|_author)?|framework|template|stage|do_train|finetuning_type|learning_rate|"
     r"(preprocessing|logging|stderr)_.*|work(_group|space)|user_name|description|defaults|auto_continue.*|disable_last_saving|create_wandb.*|"
     r"moe_(router_force|eval_|min_|per_layer|loss_coeff).*|norm_(init|target).*|no_shared_fs|multiple_of|hidden_dim_.*|membind|keep_last|"
-    r"rampup_save.*|packing|intermediate_size|(adv|entropy|kl|clip|loss_agg|norm_adv|filter)_.*|path|truncation|n|return_raw.*"
+    r"rampup_save.*|packing|intermediate_size|(adv|entropy|kl|clip|loss_agg|norm_adv|filter)_.*|path|truncation|n|return_raw.*|"
+    r"ppo_(mini|max|epochs).*|of_a_prompt|use_(mbridge|torch_compile)|.*_timeout|main_params_dtype|average_in_collective|pipeline_dtype|"
+    r"autocast.*|.*_dtype_for_.*|cuda_graph_warmup_steps|max_lr|(limit_)?(val|test)_.*|strategy|accelerator|accumulate_grad_batches|cuda_graph_scope|(max_read|max_write)_concurrency|"
+    r"chunk_size_MB|drop_layers|[A-Z_]+|qkv_bias|fp8_(hybrid|e4m3)|transformer_engine|gc_interval|fsdp_(sharding_strategy|grad_reduce_dtype)|"
+    r"cpu_offloading_(num_layers|activations|weights)|use_transformer_engine.*|layernorm_zero.*|add_non_thinking.*|lora_.*|target_modules|(preserve|fp8)_.*_(graph|history)"
 )
 """Options that change neither time nor memory as predicted here, or that need no price of their
 own. All others are listed as not priced.
@@ -85,6 +95,8 @@ def read_megatron(source: Source) -> Job:
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
         return _of_mapping(read_mapping(source.text, source.name))
+    if suffix == "py":
+        return _of_recipe(source)
     return _of_script(source)
 
 
@@ -98,6 +110,16 @@ def _of_mapping(data: Mapping[str, object]) -> Job:
     if len(known) < 2:
         raise AutoparError("no job: the file has fewer than two options of Megatron-LM")
     return _with(job_of(filled_in(values)), findings)
+
+
+def _of_recipe(source: Source) -> Job:
+    """The job of a function that returns a recipe of NeMo or Megatron-Bridge."""
+
+    def fits(values: Mapping[str, str]) -> bool:
+        return any(re.search(r"tensor(_model)?_parallel(_size|ism)$", path) for path in values)
+
+    settings = settings_of(source.text, source.name, source.function, fits)
+    return _with(_of_mapping(recipe_options(settings.values)), list(settings.findings))
 
 
 def _with(job: Job, findings: list[Finding]) -> Job:
@@ -367,15 +389,14 @@ def _first_dense(args: Arguments) -> int:
     if text in (None, "", "1"):
         return 0
     pattern = re.sub(r"\s", "", str(text))
-    found = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?|\[((?:[01],?)+)\]", pattern)
-    if found is None:
+    sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
+    if sums is None:
         args.find(
             "note", f"moe_layer_freq {text}: which layers have experts is priced as if all had"
         )
         return 0
-    if found[1]:
-        return int(found[1])
-    bits = found[3].replace(",", "")
+    parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
+    bits = "".join(part.replace(",", "") * int(count or 1) for part, count in parts)
     dense = len(bits) - len(bits.lstrip("0"))
     if "0" in bits[dense:]:
         args.find(
@@ -427,7 +448,9 @@ def _layout(args: Arguments, shape: ModelShape) -> Layout:
         )
         or 1,
         global_batch=args.whole("global_batch_size"),
-        accumulation=args.whole("gradient_accumulation_steps") or 1,
+        accumulation=args.whole("gradient_accumulation_steps") or 1
+        if "global_batch_size" not in args.values
+        else 1,
         zero=_zero(args),
         copies=args.whole("num_distributed_optimizer_instances") or 1,
         recompute=recompute,
@@ -556,6 +579,8 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
     )
     dropout = args.number("hidden_dropout")
     accumulates = args.flag("no_gradient_accumulation_fusion")
+    if args.flag("gradient_accumulation_fusion") is False:
+        accumulates = True
     overlaps = args.flag("overlap_grad_reduce")
     args.flag("overlap_param_gather")
     off = args.flag("no_overlap_p2p_communication")

@@ -294,6 +294,8 @@ class _Reader(Expansion):
             return words != ["false"]
         if len(words) == 2 and words[0] in ("-z", "-n"):
             return self._is_empty(words[1]) == (words[0] == "-z")
+        if len(words) == 3 and not words[2] and words[1] in ("=", "==", "!="):
+            return self._is_empty(words[0]) != (words[1] == "!=")
         if len(words) != 3 or not (is_known(words[0]) and is_known(words[2])):
             return None
         a, operator, b = words

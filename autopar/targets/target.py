@@ -21,10 +21,13 @@ class NotExpressible(AutoparError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text of a file, its name, and how files beside it are read."""
+    """The text of a file, its name, and how files beside it are read. `function` is the one that a
+    Python file is read for; '' for the first that has a configuration.
+    """
 
     text: str
     name: str = "file"
+    function: str = ""
     read_file: ReadFile = lambda name: None
 
 
