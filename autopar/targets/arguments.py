@@ -11,6 +11,7 @@ from autopar.targets.expansion import CLOSE, OPEN, is_known, shown_value
 from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
+_ADAPTERS = ("lora", "qlora", "adalora", "dora", "oft", "longlora")
 _OFF = ("false", "none", "null", "[]", "{}")
 _FALSE = ("false", "0", "no", "off", "none", "null")
 
@@ -115,6 +116,18 @@ class Arguments:
         return tuple(
             f"{name}={shown_value(self.values[name])[:60]}" if self.values[name] else name
             for name in left
+        )
+
+
+def find_adapters(args: Arguments) -> None:
+    """Adds a finding if only low-rank adapters are trained."""
+    kind = args.text("finetuning_type", "tuner_type", "train_type", "adapter") or ""
+    used = kind.lower() in _ADAPTERS or args.flag("use_peft", "use_lora") or args.text("lora_dim")
+    if used:
+        args.find(
+            "unknown",
+            "only low-rank adapters are trained: priced as if all parameters were",
+            legal=("plan the model with its adapters: autopar explain module:function",),
         )
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import Arguments, options_of, read_mapping
+from autopar.targets.arguments import Arguments, find_adapters, options_of, read_mapping
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
@@ -319,6 +319,7 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
                 "note",
                 f"the batch grows at first ({name} {ramp}): times are those of the full batch",
             )
+    find_adapters(args)
     args.flag("disable_bias_linear")
     _unpriced_values(args)
     args.read.update(name for name in args.values if name.startswith("env_"))
@@ -491,6 +492,11 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     if embedding or loss:
         return vpp, counted_stages(shape.layers, pp * vpp, embedding, loss)
     return vpp, ()
+
+
+def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+    """As `_stages`, for a job whose layers are known now."""
+    return _stages(Arguments(job.flags), job.shape, job.layout.pp)
 
 
 def _zero(args: Arguments) -> int:

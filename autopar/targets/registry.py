@@ -52,7 +52,7 @@ def read_job(path: str | Path, target: str | None = None) -> Job:
         found = folder / Path(name).name if not (folder / name).is_file() else folder / name
         return read_text(found, "script") if found.is_file() else None
 
-    source = Source(text, Path(path).name, function, beside)
+    source = Source(text, Path(path).name, beside, function)
     if target is not None:
         return target_of(target).read(source)
     for known in TARGETS.values():

@@ -378,6 +378,11 @@ def _stages(
     return max(1, count // pp), () if even else sizes
 
 
+def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+    """As `_stages`, for a job whose layers are known now."""
+    return _stages(Arguments(job.flags), job.shape, job.layout.pp, job.layout.schedule)
+
+
 def refusals(job: Job, gpus: int) -> list[Finding]:
     """What torchtitan refuses at start."""
     by, shape, found = job.layout, job.shape, list[Finding]()
@@ -581,5 +586,6 @@ TORCHTITAN = Target(
     ("titan",),
     dashes="--",
     zero=(0, 2, 3),
+    stages=stages_for,
 )
 """torchtitan."""

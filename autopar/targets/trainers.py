@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.errors import AutoparError
 from autopar.targets import accelerate, deepspeed
-from autopar.targets.arguments import Arguments, flat_texts, options_of, read_mapping
+from autopar.targets.arguments import Arguments, find_adapters, flat_texts, options_of, read_mapping
 from autopar.targets.job import Facts, Finding, Job, Layout
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
@@ -19,7 +19,6 @@ from autopar.targets.target import Source
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
-_ADAPTERS = ("lora", "qlora", "adalora", "dora", "oft", "longlora")
 _NEUTRAL = re.compile(
     r"(?!.*(fp8|quant|optim$|liger|compile|packing|attn|flash|bit$|neftune|freeze|unsloth|kernel)).*|sample_packing|packing|"
     r"attn_impl.*|flash_attn.*|flash_attention|eval_sample_packing|pad_to_sequence_len|.*compile.*=False"
@@ -48,7 +47,7 @@ def read(source: Source) -> Job:
     gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
     if model := args.text("model_name_or_path", "base_model", "model", "model_id"):
         args.find("note", f"the model is {model}: give its dimensions with --model")
-    _adapters(args)
+    find_adapters(args)
     job = args.job(
         base.framework,
         _NEUTRAL,
@@ -104,7 +103,7 @@ def _engine(args: Arguments, source: Source) -> Job:
             continue
         text = source.read_file(name)
         if text is not None:
-            return read_engine(Source(text, name.rpartition("/")[2], "", source.read_file))
+            return read_engine(Source(text, name.rpartition("/")[2], source.read_file))
         args.find("unknown", f"sharding stands in {name}, which is not beside the file",
                   legal=(f"put {name} beside it", f"autopar check {name}"))  # fmt: skip
         return Job("deepspeed" if name == file else "accelerate")
@@ -175,11 +174,3 @@ def _facts(args: Arguments, base: Facts) -> Facts:
         return replace(base, precision="fp16", dropout=0.0)
     named = {"bf16", "fp16"} & set(args.values)
     return replace(base, precision="fp32" if named else base.precision, dropout=0.0)
-
-
-def _adapters(args: Arguments) -> None:
-    kind = args.text("finetuning_type", "tuner_type", "train_type", "adapter") or ""
-    used = kind.lower() in _ADAPTERS or args.flag("use_peft", "use_lora") or args.text("lora_dim")
-    if used:
-        args.find("unknown", "only low-rank adapters are trained: priced as if all parameters were",
-                  legal=("plan the model with its adapters: autopar explain module:function",))  # fmt: skip
