@@ -125,7 +125,7 @@ _ARGUMENTS = {
 def recipe_options(settings: Mapping[str, str]) -> dict[str, str]:
     """The settings of a recipe's function as nested mappings say them. The last of a name counts."""
     found: dict[str, str] = {}
-    for path, value in reversed(settings.items()):
+    for path, value in reversed(list(settings.items())):
         if not (match := _RECIPE.fullmatch(path)) or "(" in value:
             continue
         name = _ARGUMENTS.get(match[3], match[3])

@@ -122,9 +122,9 @@ class _Reader:
 def _assigned(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Names that are assigned constants."""
     for node in body:
-        assigns = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        if assigns and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, str(node.value.value)
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+            continue
+        yield from ((t.id, str(node.value.value)) for t in node.targets if isinstance(t, ast.Name))
 
 
 def _constant(node: ast.expr, bound: Mapping[str, str]) -> str:

@@ -52,7 +52,8 @@ srun bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee log.txt
 
 
 def test_embedding_and_loss_count_as_layers(tmp_path) -> None:
-    text = f"torchrun pretrain_gpt.py {MODEL.replace('12 --hidden', '14 --hidden')} --pipeline-model-parallel-size 4 --pp-partition-method 'type:transformer|embedding'"
+    model = MODEL.replace("12 --hidden", "14 --hidden")
+    text = f"torchrun pretrain_gpt.py {model} --pipeline-model-parallel-size 4 --pp-partition-method 'type:transformer|embedding'"
     assert job_of(tmp_path, "train.sh", text).layout.stages == (3, 4, 4, 3)
 
 
@@ -294,7 +295,7 @@ torchrun --nproc_per_node=4 train.py --model_name_or_path meta-llama/Llama-2-7b-
     assert job.layout.zero == 3 and "low-rank adapters" in said(job, "unknown")
     job = job_of(tmp_path, "d.sh", script + "--deepspeed other.json")
     assert "other.json, which is not beside the file" in said(job, "unknown")
-    python = "args = TrainingArguments(output_dir='x', per_device_train_batch_size=2, gradient_accumulation_steps=4, fp16=True, fsdp='full_shard')"
+    python = "args = TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=4, fsdp='full_shard')"
     job = job_of(tmp_path, "e.py", python)
     assert (job.layout.zero, job.layout.micro_batch, job.layout.accumulation) == (3, 2, 4)
 
@@ -323,7 +324,8 @@ def test_accelerate_with_a_file_of_deepspeed(tmp_path) -> None:
 
 EFFECTS = {
     "a.sh": f"X=$(touch ran)\nY=`touch ran`\neval 'touch ran'\n: ${{Z:=$(touch ran)}}\nA=(1); B=$((A[$(touch ran)]))\n"
-    f"cat <<EOF > /dev/null\n$(touch ran)\nEOF\nsource <(touch ran)\ntouch ran | true\ntorchrun pretrain_gpt.py {MODEL} --seed $(touch ran)\n",
+    "cat <<EOF > /dev/null\n$(touch ran)\nEOF\nsource <(touch ran)\ntouch ran | true\n"
+    f"torchrun pretrain_gpt.py {MODEL} --seed $(touch ran)\n",
     "b.yaml": "a: !!python/object/apply:os.system ['touch ran']\nnum_layers: 2\nhidden_size: 64\n",
     "c.yaml": "distributed_type: !!python/object/new:os.system [touch ran]\nfsdp_config: {}\n",
     "d.py": NEMO,
