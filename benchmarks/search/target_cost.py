@@ -11,8 +11,8 @@ nothing faster in its time, the cost is 0.
 
 `recipe` is the step of a layout that was published for the model and the target, at the same prices
 on the same devices and batch. `plan` is how much longer the plan within the target takes, with a
-minus sign if it is faster. A recipe that needs more memory than there is does not fit. The exit
-code is 1 if a plan takes over 2 % longer than a recipe that fits.
+minus sign if it is faster. A recipe does not fit if it leaves less memory free than plans do by
+default. The exit code is 1 if a plan takes over 2 % longer than a recipe that fits.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def recipe_plan(planner: Planner, layout: Layout) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The plans of a named model for a target, and the published recipe. `memory_bytes` is what a
-    device has. None: there is no such plan.
+    """The plans of a named model for a target, and the published recipe, None if there is none.
+    `recipe_bytes` is what it needs, `room_bytes` what a plan may take.
     """
 
     asked: Asked
@@ -127,12 +127,12 @@ class Row:
     free: Plan
     recipe: Plan | None
     recipe_bytes: float
-    memory_bytes: float
+    room_bytes: float
 
     @property
     def fits(self) -> bool:
-        """Whether the recipe fits into the memory of its devices."""
-        return self.recipe_bytes <= self.memory_bytes
+        """Whether the recipe leaves as much memory free as a plan."""
+        return self.recipe_bytes <= self.room_bytes
 
     @property
     def slower(self) -> float:
@@ -156,7 +156,7 @@ class Row:
             recipe = f"{ms(self.recipe.predicted.step_time_s):>10s} {100 * self.slower:+6.1f} %"
             words += f" | {short_words(self.recipe)}"
         if not self.fits:
-            words += f", which needs {gib(self.recipe_bytes)} of {gib(self.memory_bytes)}"
+            words += f", which needs {gib(self.recipe_bytes)} of {gib(self.room_bytes)}"
         return f"{self.asked.name:22s} {self.target:12s} {' '.join(cells)} {cost} {recipe}  {words}"
 
 
@@ -177,7 +177,7 @@ def row(asked: Asked, name: str, time_limit_s: float) -> Row:
     cluster = planner.cluster.one_kind
     peak = fullest_rank(recipe, cluster)[0] if recipe else 0.0
     free = min(plans, key=lambda plan: plan.predicted.step_time_s)
-    return Row(asked, name, within, free, recipe, peak, cluster.device.memory_bytes)
+    return Row(asked, name, within, free, recipe, peak, cluster.room_bytes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
