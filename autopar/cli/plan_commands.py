@@ -218,7 +218,7 @@ def explain(
         plan, as_json, findings, counts, chosen=chosen, checks=checks, report=report, detail=detail
     )
     if report is not None:
-        drawn.write(report)
+        drawn.write(report.page, report)
     _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
@@ -293,7 +293,7 @@ def _explain_saved(
     report = Report(plan, cluster, findings=findings) if drawn.wanted else None
     _show_plan(plan, as_json, findings, report=report, detail=detail | {"cluster": cluster})
     if report is not None:
-        drawn.write(report)
+        drawn.write(report.page, report)
     if not as_json:
         click.echo(
             "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "

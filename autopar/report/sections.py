@@ -16,7 +16,7 @@ from autopar.report.cluster_figure import cluster_figure
 from autopar.report.memory_figure import drawn_ranks, memory_figure
 from autopar.report.numbers import Number, Numbers
 from autopar.report.page import Section, Table, Words
-from autopar.report.pareto_figure import pareto_figure, pareto_front
+from autopar.report.pareto_figure import candidates, front, pareto_figure
 from autopar.report.timeline import Timeline
 from autopar.report.timeline_figure import shown_rows, timeline_figure
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall, waterfall_figure
@@ -59,18 +59,11 @@ class PlanPage:
         )
         return [section for maker in makers if (section := maker()) is not None]
 
-    def foot(self) -> Words:
-        """The last line of the page."""
-        return (
-            f"autopar, cost model {self.plan.cost_model_version}. Times and memory are predictions. "
-            "Every number of this page is in the output of explain --json --html."
-        )
-
     def verdict(self) -> Section:
         """The plan in a sentence, what is proved, and how far such predictions were off."""
         n, plan = self.numbers, self.plan
         proof = _PROOFS.get(plan.certificate.status, plan.certificate.status)
-        gap = Number(gap_words(plan.certificate.gap), plan.certificate.gap, "certificate.gap")
+        gap = n.number("certificate.gap", gap_words)
         lead: list[str | Number] = [
             f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
             n.ms("predicted.step_time_s"), ", ", n.count("predicted.tokens_per_s"),
@@ -93,7 +86,7 @@ class PlanPage:
     def _sure(self) -> list[str | Number]:
         """How far predictions like this one were off, and the nearest published run, if known."""
         n = self.numbers
-        known = n.data["report"].get("accuracy")
+        known = n.value("report").get("accuracy")
         if known is None:
             return ["No published run tells how good such predictions are."]
         return [
@@ -264,7 +257,7 @@ class PlanPage:
 
     def runners_up(self) -> Section:
         """The next candidates, each with why it lost."""
-        meshes, solve_s = self.plan.certificate.meshes, self.plan.certificate.solve_time_s
+        meshes = self.plan.certificate.meshes
         order = sorted(
             lost(meshes),
             key=lambda number: (meshes[number]["outcome"] != "solved", _least_s(meshes[number])),
@@ -275,7 +268,7 @@ class PlanPage:
         lead: list[str | Number] = [
             f"{len(meshes)} candidates were considered ({said}). ",
             "The search took ",
-            Number(f"{solve_s:.3g} s", solve_s, "certificate.solve_time_s"),
+            self.numbers.number("certificate.solve_time_s", lambda s: f"{s:.3g} s"),
             ".",
         ]
         columns = (
@@ -310,22 +303,21 @@ class PlanPage:
 
     def pareto(self) -> Section | None:
         """Time against memory of all solved candidates."""
-        front = pareto_front(self.plan)
-        if len(front) < 2:
+        spots = candidates(self.plan, self.numbers)
+        if len(front(spots)) < 2:
             return None
         lead = (
             "Time and memory of the best placement of each solved candidate. No other one is at least as good in both as those on the line."
             " All use every device, so that cost grows with time."
         )
-        return Section(
-            "pareto", "Time against memory", lead, pareto_figure(self.plan, self.numbers)
-        )
+        figure = pareto_figure("Time against memory of candidates", spots, "step time")
+        return Section("pareto", "Time against memory", lead, figure)
 
     def lints(self) -> Section:
         """Warnings and notes."""
         found = [
             [f"{finding['lint']}: {finding['text']}. {finding['remedy']}."]
-            for finding in self.numbers.data["lints"]
+            for finding in self.numbers.value("lints")
         ]
         items = [*found, *self.plan.notes]
         lead = "What may be changed, with what it would take." if found else "Nothing to warn of."
@@ -335,9 +327,9 @@ class PlanPage:
         """What predictions rest on, with sources."""
         n = self.numbers
         rows = []
-        for number, of in enumerate(n.data["report"].get("assumptions", ())):
-            path, text = f"report.assumptions.{number}.value", Assumption(**of).text
-            rows.append((of["what"], Number(text, of["value"], path), of["source"]))
+        for place, of in enumerate(n.value("report").get("assumptions", ())):
+            value = n.number(f"report.assumptions.{place}.value", Assumption(**of).words)
+            rows.append((of["what"], value, of["source"]))
         lead = "What the predictions rest on. Rates are figures of data sheets times what training reaches of them."
         table = Table(("what", "value", "source"), rows[:8], (1,), rows[8:])
         return Section(
