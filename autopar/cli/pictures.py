@@ -70,7 +70,9 @@ class Pictures:
     @staticmethod
     def taken_from(asked: dict[str, Any]) -> Pictures:
         """The pictures that a command's arguments ask for, which are removed from `asked`."""
-        html, svg, trace, ranks = (asked.pop(name) for name in ("html", "svg", "trace", "ranks"))
+        html, svg, trace, ranks = (
+            asked.pop(name, None) for name in ("html", "svg", "trace", "ranks")
+        )
         if ranks == "all" and trace is None:
             raise click.UsageError("--ranks all is for --trace: give the name of a trace too")
         return Pictures(html, svg, trace, ranks == "all")

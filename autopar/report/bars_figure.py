@@ -14,7 +14,7 @@ from autopar.text.units import ms
 _CLASSES = {
     "forward": "c-forward",
     "backward": "c-backward",
-    "stages": "c-slow",
+    "stages": "c-weights",
     "recompute": "c-recompute",
     "conversion": "c-tp",
     "edge": "c-tp",

@@ -133,7 +133,10 @@ def _node(
 ) -> None:
     x, y, wide = box
     figure.rect(x, y, wide, 96, "box")
-    figure.text(x + 6, y + 13, f"node {node}", "small")
+    mesh = plan.mesh
+    stages = sorted({mesh.coordinate(first + device, "pp") for device in range(devices)})
+    ends = "-".join(map(str, dict.fromkeys((stages[0], stages[-1]))))
+    figure.text(x + 6, y + 13, f"node {node}" + f", pp {ends}" * (mesh.pp > 1), "small")
     shown = list(range(devices)) if devices <= _MOST_DEVICES else [*range(15), devices - 1]
     columns = min(len(shown), 4 if wide < 300 else 8)
     rows = -(-len(shown) // columns)
@@ -141,16 +144,13 @@ def _node(
     for place, device in enumerate(shown):
         rank = first + device
         at_x, at_y = x + 5 + (place % columns) * cell, y + 17 + (place // columns) * tall
-        mesh = plan.mesh
         own = [axis for axis in AXES if mesh.size(axis) > 1]
         words = " ".join(f"{axis}{mesh.coordinate(rank, axis)}" for axis in own)
         stage = mesh.coordinate(rank, "pp")
         figure.rect(
             at_x + 1, at_y + 1, cell - 2, tall - 2, _shade(stage, mesh.pp), f"rank {rank}: {words}"
         )
-        stage_words = f" s{stage}" if mesh.pp > 1 and cell > 56 else ""
-        short = f"{rank}{stage_words}"
-        figure.text(at_x + cell / 2, at_y + tall / 2 + 3.5, short, "small", "middle")
+        figure.text(at_x + cell / 2, at_y + tall / 2 + 3.5, str(rank), "small", "middle")
 
 
 def _shade(stage: int, ranks: int) -> str:

@@ -89,5 +89,11 @@ def pareto_figure(title: str, spots: Sequence[Spot], across: str) -> Svg:
         figure.rect(x - size, y - size, 2 * size, 2 * size, cls, named)
         if spot.words:
             near_end = x > _WIDE - 120
-            figure.text(x + (-9 if near_end else 9), y - 7, spot.words, "strong", "end" * near_end or "start")
+            figure.text(
+                x + (-9 if near_end else 9),
+                y - 7,
+                spot.words,
+                "strong",
+                "end" * near_end or "start",
+            )
     return figure

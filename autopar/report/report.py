@@ -25,7 +25,7 @@ from autopar.report.sections import PlanPage
 from autopar.report.svg import Svg
 from autopar.report.timeline import Timeline
 from autopar.report.waterfall import waterfall
-from autopar.text.device_words import groups_by_rank
+from autopar.text.device_words import fullest_rank
 from autopar.text.measured import evidence
 from autopar.text.plan_words import dollars_per_million_tokens
 
@@ -135,11 +135,8 @@ def derived(report: Report) -> dict[str, Any]:
     if cluster is not None:
         places = axis_places(plan, cluster)
         found["axes"] = [asdict(place) for place in places]
-        limits = [group.device.memory_bytes for group in groups_by_rank(plan, cluster)]
-        peaks = plan.predicted.peak_memory_bytes
-        rank = max(range(len(peaks)), key=lambda r: peaks[r] / limits[r])
-        found |= {"fullest_rank": rank, "limit_bytes": limits[rank]}
-        found["full_share"] = peaks[rank] / limits[rank]
+        peak, limit = fullest_rank(plan, cluster)
+        found["full_share"] = peak / limit
         found["dollars"] = dollars_per_million_tokens(plan, cluster)
         if known := evidence(plan, cluster.groups[0].device.name):
             found["accuracy"] = asdict(known)

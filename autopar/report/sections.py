@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.explaining.plan_report import outcome_counts
+from autopar.explaining.plan_report import outcome_counts, runnable_words
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
@@ -75,12 +75,11 @@ class PlanPage:
                 n.percent("report.full_share"),
                 " of its memory. ",
             ]
-        lead += [f"The plan is {proof} (gap ", gap, "). ", *self._sure()]
+        rest = ", and nothing is proved about the others" if plan.certificate.bound_s <= 0 else ""
+        lead += [f"The plan is {proof} (gap ", gap, f"){rest}. ", *self._sure()]
         items: list[Words] = [self._bound_by()]
         if note := staleness(plan):
             items.append(f"This plan was {note}.")
-        if plan.runnable:
-            items.append(f"The engine cannot run this plan yet: it lacks {plan.runnable}.")
         return Section("verdict", "Verdict", lead, items=[item for item in items if item])
 
     def _sure(self) -> list[str | Number]:
@@ -120,27 +119,38 @@ class PlanPage:
 
     def run_it(self) -> Section:
         """What to copy to get and run this plan."""
-        lines = [self.command + " --save plan.json"] if self.command else []
-        lines += [
-            "",
-            "# in the training script, on every rank under torchrun",
-            'plan = autopar.Plan.load("plan.json")',
-            f'engine = autopar.parallelize(model, "{self.plan.cluster_name}", batch, plan=plan)',
-        ]
-        words = "These lines run the saved plan."
-        if self.command:
-            words = "The first line makes this plan again and saves it; the others run it."
+        plan = self.plan
+        lines = [f"{self.command} \\\n    --save plan.json"] if self.command else []
+        words = "The command makes this plan again and saves it. " if self.command else ""
+        if plan.runnable:
+            words += runnable_words(plan)
+        else:
+            words += (
+                "The other lines run it." if self.command else "These lines run the saved plan."
+            )
+            lines += [
+                "",
+                "# in the training script, on every rank under torchrun",
+                'plan = autopar.Plan.load("plan.json")',
+                f'engine = autopar.parallelize(model, "{plan.cluster_name}", batch, plan=plan)',
+            ]
         return Section("run", "Run it", words, code="\n".join(lines).strip())
 
     def placement(self) -> Section | None:
         """The cluster with the plan's ranks."""
         if self.cluster is None:
             return None
-        n = self.numbers
+        n, mesh = self.numbers, self.plan.mesh
         lead: list[str | Number] = [
-            "The mesh has ", n.count("report.devices"), " ranks: ", mesh_words(self.plan.mesh.as_dict()),
+            "The mesh has ", n.count("report.devices"), " ranks: ", mesh_words(mesh.as_dict()),
             ". A rate is what one device has on the slowest link that its axis crosses.",
         ]  # fmt: skip
+        if mesh.ep > 1:
+            lead.append(
+                f" Of the {mesh.dp} ranks of dp, groups of ep={mesh.ep} share out the experts; the row of dp counts these groups."
+            )
+        if mesh.pp > 1:
+            lead.append(" Tiles of one colour are on one pipeline rank (pp).")
         return Section("cluster", "The cluster", lead, cluster_figure(self.plan, self.cluster, n))
 
     def steps(self) -> Section | None:
@@ -178,10 +188,7 @@ class PlanPage:
         lead: list[str | Number] = [
             "What a device holds during the step; the triangle marks its peak. "
         ]
-        rank = max(
-            range(timeline.ranks),
-            key=lambda r: timeline.memory[r].peak_bytes / timeline.memory[r].limit_bytes,
-        )
+        rank = timeline.fullest
         if timeline.ranks > 1:
             lead.append(f"Rank {rank} of the pipeline is fullest: ")
         lead += [n.gib(f"report.ranks.{rank}.peak_bytes"), " of ", n.gib(f"report.ranks.{rank}.limit_bytes"),
@@ -214,7 +221,7 @@ class PlanPage:
             rows.append(
                 [str(rank), *row, n.gib(f"{at}.peak_bytes"), n.gib(f"{at}.predicted_bytes")]
             )
-        return Table(("rank", *parts, "peak", "plan"), rows[:4], tuple(range(1, 9)), rows[4:])
+        return Table(("rank", *parts, "peak", "the plan's"), rows[:4], tuple(range(1, 9)), rows[4:])
 
     def where_it_goes(self) -> Section:
         """The waterfall from ideal compute to the step."""
@@ -264,9 +271,9 @@ class PlanPage:
         )
         rows = [self._runner_up(number) for number in order[:_MOST_LOST]]
         counts = outcome_counts(self.plan.certificate)
-        said = ", ".join(f"{count} {name}" for name, count in counts.items())
+        said = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         lead: list[str | Number] = [
-            f"{len(meshes)} candidates were considered ({said}). ",
+            f"{len(meshes):,} candidates were considered ({said}). ",
             "The search took ",
             self.numbers.number("certificate.solve_time_s", lambda s: f"{s:.3g} s"),
             ".",
@@ -372,12 +379,10 @@ def why_lost(plan: Plan, entry: dict) -> str:
     slower = _least_s(entry) / plan.predicted.step_time_s - 1
     if entry["outcome"] == "solved":
         return (
-            f"{100 * slower:.2g} % slower"
-            if slower > 5e-4
-            else "as fast; the other was found first"
+            f"{gap_words(slower)} slower" if slower > 5e-4 else "as fast; the other was found first"
         )
     if entry["outcome"] == "pruned":
         if slower <= 0:
-            return "proved to be no faster than the plan"
-        return f"none of its placements is less than {100 * slower:.2g} % slower"
+            return f"none of its placements is more than {gap_words(-slower)} faster"
+        return f"none of its placements is less than {gap_words(slower)} slower"
     return entry["reason"]
