@@ -471,7 +471,7 @@ def shared_error(rank: int) -> float:
 def test_an_input_that_has_as_many_rows_as_the_batch(pool2):
     with pytest.raises(
         AutoparError,
-        match=r"the rows of 'table' and 'x'.*; if one of these has no rows.* batch_dims=",
+        match=r"the rows of 'table' and 'x'.*\. If 'x' or 'table' has no rows.* batch_dims=\{'table': None\}",
     ) as refused:
         trace(shared(), {"x": torch.ones(ROWS, 6).double(), "table": torch.ones(ROWS).double()})
     paragraph(refused.value)
