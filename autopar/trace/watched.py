@@ -51,12 +51,13 @@ def watched_forward() -> Iterator[list[str]]:
     """A context in which to export a model.  Yields a list that fills with notes on what was
     captured in another way than written.
 
-    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients.
+    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients, and
+    where forward converts a module.
     Checkpointed functions are called plainly, and torch's own log of what export could not do is
     silent.
     """
     notes: list[str] = []
-    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes):
+    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes), _unconverted():
         yield notes
 
 
@@ -274,6 +275,25 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
             yield
     finally:
         del base.apply
+
+
+def _unconverted() -> contextlib.AbstractContextManager[None]:
+    """A context in which `module.to(...)`, `.float()` and the like return the module as it is.
+
+    They raise AutoparError if that would change a dtype or a device.
+    """
+
+    def checked(self: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            found = function(tensor)
+            if (found.dtype, found.device) != (tensor.dtype, tensor.device):
+                raise AutoparError(
+                    f"forward converts a {type(self).__name__}{line_now()}: its {name!r} of {tensor.dtype} on {tensor.device} becomes one "
+                    f"of {found.dtype} on {found.device}, but what trains keeps its dtype; convert the module before, or its result in forward"
+                )
+        return self
+
+    return _replaced(torch.nn.Module, "_apply", checked)
 
 
 def _kept_function(cls: type, args: tuple) -> Any:

@@ -164,6 +164,7 @@ _MASKED: dict[str, dict[str, Any]] = {
     "distilbert": _TOKENS | {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 64, "dropout": 0.0,
                    "attention_dropout": 0.0, "max_position_embeddings": 32},
     "deberta-v2": _BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    "esm": _BERT | {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 5},
     "modernbert": _BERT | {"global_attn_every_n_layers": 2, "local_attention": 6, "cls_token_id": 0, "sep_token_id": 1},
 }  # fmt: skip
 _BOTH: dict[str, dict[str, Any]] = {
@@ -173,7 +174,11 @@ _BOTH: dict[str, dict[str, Any]] = {
     "mbart": _BART,
     "pegasus": _BART,
     "marian": _BART,
-}
+    "nllb-moe": _BART | {"num_experts": 4, "expert_capacity": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
+                         "moe_token_dropout": 0.0, "router_jitter_noise": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "switch_transformers": _T5
+    | {"num_experts": 4, "expert_capacity": 8, "router_jitter_noise": 0.0, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+}  # fmt: skip
 
 
 def config_of(kind: str, values: dict[str, Any]) -> Any:
@@ -194,6 +199,17 @@ def _classified(rows: int) -> Batch:
     return batch | {"labels": integers(CLASSES, rows)}
 
 
+def _spans(rows: int) -> Batch:
+    batch = padded(rows)
+    del batch["labels"]
+    starts = integers(SEQ // 4, rows)
+    return batch | {"start_positions": starts, "end_positions": starts + integers(3, rows, seed=1)}
+
+
+def _ordered(rows: int) -> Batch:
+    return padded(rows) | {"sentence_order_label": integers(2, rows, seed=1)}
+
+
 # ------------------------------------------------------------------------- low rank, preferences
 
 _LORA = {
@@ -204,6 +220,15 @@ _LORA = {
     "phi3": ["qkv_proj", "o_proj"],
     "gpt_neox": ["query_key_value"],
 }
+
+
+def _loha(kind: str, targets: list[str]) -> nn.Module:
+    from peft import LoHaConfig, get_peft_model
+
+    model = _hugging_face("AutoModelForCausalLM", kind, _DECODERS[kind])
+    return get_peft_model(
+        model, LoHaConfig(r=4, alpha=8, target_modules=targets, init_weights=False)
+    )
 
 
 def _lora(kind: str, targets: list[str], **options: Any) -> nn.Module:
@@ -261,11 +286,14 @@ def _text_models() -> dict[str, PublicModel]:
         add(f"transformers {name} classifier", _classified, _hugging_face, "AutoModelForSequenceClassification", name, values)  # fmt: skip
     for name, values in _BOTH.items():
         add(f"transformers {name}", padded, _hugging_face, "AutoModelForSeq2SeqLM", name, values)
+    add("transformers albert pre-training", _ordered, _hugging_face, "AutoModelForPreTraining", "albert", _MASKED["albert"] | {"classifier_dropout_prob": 0.0})  # fmt: skip
+    add("transformers bart questions", _spans, _hugging_face, "AutoModelForQuestionAnswering", "bart", _BART)  # fmt: skip
     for name, targets in _LORA.items():
         add(f"peft LoRA {name}", padded, _lora, name, targets)
     found["peft DoRA llama"] = PublicModel(
         partial(_lora, "llama", ["q_proj", "v_proj"], use_dora=True), padded
     )
+    add("peft LoHa llama", padded, _loha, "llama", ["q_proj", "v_proj", "up_proj"])
     for name in ("llama", "qwen3", "gpt2"):
         add(f"DPO {name}", pairs, _preference, Preference, name)
     add("DPO llama in two passes", pairs, _preference, PreferenceInTwoPasses, "llama")

@@ -212,6 +212,8 @@ REFUSED = {
     "numpy": (lambda: Model(lambda m, y: y * float(y.detach().numpy().mean())), "leaves PyTorch {line}"),
     "complex": (lambda: Model(turned_as_complex), "{line} of complex numbers"),
     "autograd.Function": (lambda: Model(lambda m, y: Doubled.apply(y)), "autograd.Function Doubled {line}"),
+    "module converted": (lambda: Model(lambda m, y: m.inner.half()(y.half()).float()),
+                         r"converts a Linear {line}: its 'weight' of torch.float32 .* one of torch.float16"),
     "register_hook": (lambda: Model(with_hook), "Tensor.register_hook {line}"),
     "state": (lambda: Model(moving, keep(state=lambda m: torch.zeros(6))), "'state', which is Python state"),
 }  # fmt: skip
@@ -245,6 +247,7 @@ ADVISED = {
     "numpy": (lambda: Model(lambda m, y: y * y.detach().mean(1, keepdim=True)), PARTS),
     "complex": (lambda: Model(turned), PARTS),
     "autograd.Function": (lambda: Model(lambda m, y: doubled(y)), WHOLE),
+    "module converted": (lambda: Model(lambda m, y: m.inner.to(y.dtype)(y)), PARTS),
     "state": (
         lambda: Model(moving_buffer, lambda m: m.register_buffer("state", torch.zeros(6))),
         WHOLE,
