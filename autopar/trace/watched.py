@@ -289,7 +289,7 @@ def _unconverted() -> contextlib.AbstractContextManager[None]:
             if (found.dtype, found.device) != (tensor.dtype, tensor.device):
                 raise AutoparError(
                     f"forward converts a {type(self).__name__}{line_now()}: its {name!r} of {tensor.dtype} on {tensor.device} becomes one "
-                    f"of {found.dtype} on {found.device}, but what trains keeps its dtype; convert the module before, or its result in forward"
+                    f"of {found.dtype} on {found.device}, and what trains keeps its dtype; convert the module before training"
                 )
         return self
 

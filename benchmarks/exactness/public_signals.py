@@ -208,7 +208,13 @@ _CLAP = {"text_config": {**_TOWER, "vocab_size": 96, "max_position_embeddings": 
 _GIT = {**_WIDTH, "vocab_size": 96, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1,
         "vision_config": {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS,
                           "image_size": 32, "patch_size": 8}}  # fmt: skip
-_SEW_D = {**_SOUND, "conv_stride": (4, 2), "position_buckets": 8, "max_position_embeddings": 64, "squeeze_factor": 2}
+_SEW_D = {
+    **_SOUND,
+    "conv_stride": (4, 2),
+    "position_buckets": 8,
+    "max_position_embeddings": 64,
+    "squeeze_factor": 2,
+}
 
 
 class _Contrasted(nn.Module):

@@ -152,6 +152,9 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "granitemoe": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "phimoe": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "gpt_oss": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 6},
+    "dbrx": _TOKENS | {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 32,
+             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+             "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v3": _LLAMA | _EXPERTS | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
                    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
@@ -174,8 +177,6 @@ _BOTH: dict[str, dict[str, Any]] = {
     "mbart": _BART,
     "pegasus": _BART,
     "marian": _BART,
-    "nllb-moe": _BART | {"num_experts": 4, "expert_capacity": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
-                         "moe_token_dropout": 0.0, "router_jitter_noise": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     "switch_transformers": _T5
     | {"num_experts": 4, "expert_capacity": 8, "router_jitter_noise": 0.0, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }  # fmt: skip
@@ -286,8 +287,12 @@ def _text_models() -> dict[str, PublicModel]:
         add(f"transformers {name} classifier", _classified, _hugging_face, "AutoModelForSequenceClassification", name, values)  # fmt: skip
     for name, values in _BOTH.items():
         add(f"transformers {name}", padded, _hugging_face, "AutoModelForSeq2SeqLM", name, values)
-    add("transformers albert pre-training", _ordered, _hugging_face, "AutoModelForPreTraining", "albert", _MASKED["albert"] | {"classifier_dropout_prob": 0.0})  # fmt: skip
-    add("transformers bart questions", _spans, _hugging_face, "AutoModelForQuestionAnswering", "bart", _BART)  # fmt: skip
+    for task, auto, name, inputs in (
+        ("pre-training", "AutoModelForPreTraining", "albert", _ordered),
+        ("questions", "AutoModelForQuestionAnswering", "bart", _spans),
+    ):
+        values = (_MASKED | _BOTH)[name] | {"classifier_dropout_prob": 0.0}
+        add(f"transformers {name} {task}", inputs, _hugging_face, auto, name, values)
     for name, targets in _LORA.items():
         add(f"peft LoRA {name}", padded, _lora, name, targets)
     found["peft DoRA llama"] = PublicModel(
