@@ -61,14 +61,13 @@ class _LossModule(nn.Module):
         self.targets = _target_name(names) if loss_fn is not None else ""
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        first, *others = [
-            tensor.shape[0] for tensor in tensors.values() if _is_batched(tensor)
-        ] or [0]
+        batched = {name: tensor for name, tensor in tensors.items() if _is_batched(tensor)}
+        first, *others = [tensor.shape[0] for tensor in batched.values()] or [0]
         for rows in others:
             torch._check(rows == first)  # one batch, though forward may never relate its inputs
         self.aliases.refresh(self.model)
         record = self.record
-        with record.around_call(), values_unread(record.loops) as record.notes:
+        with record.around_call(), values_unread(record.loops, batched) as record.notes:
             loss = self._loss(tensors)
         return (loss, *self.record.tensors())
 

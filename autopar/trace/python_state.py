@@ -16,7 +16,7 @@ import logging
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     Of an nn.Module, registered parameters, buffers and modules are left out.
     """
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", child) for key, child in list(value.items()))
+        yield from ((f"[{key!r}]", child) for key, child in _entries(value).items())
     elif isinstance(value, (list, tuple, deque)):
         yield from ((f"[{number}]", child) for number, child in enumerate(list(value)))
     elif isinstance(value, functools.partial):
@@ -278,11 +278,11 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     that holds nothing that can be put back.
     """
     if isinstance(value, dict):
-        return functools.partial(_refill, value, value.update, dict(value))
+        return functools.partial(_refill, value, _fill_dict, _entries(value))
     if isinstance(value, set):
-        return functools.partial(_refill, value, value.update, set(value))
+        return functools.partial(_refill, value, type(value).update, set(value))
     if isinstance(value, (list, deque)):
-        return functools.partial(_refill, value, value.extend, list(value))
+        return functools.partial(_refill, value, type(value).extend, list(value))
     if isinstance(value, np.ndarray) and value.flags.writeable:
         return functools.partial(value.__setitem__, Ellipsis, value.copy())
     if isinstance(value, io.IOBase) and not value.closed and value.readable() and value.seekable():
@@ -297,12 +297,28 @@ def _refill(value: Any, fill: Callable, contents: Any) -> None:
     """
     if _objects(value) != _objects(contents):
         value.clear()
-        fill(contents)
+        fill(value, contents)
 
 
 def _objects(container: Any) -> list[int]:
     is_dict = isinstance(container, dict)
-    return [*map(id, itertools.chain(*container.items()) if is_dict else container)]
+    return [*map(id, itertools.chain(*_entries(container).items()) if is_dict else container)]
+
+
+def _plain_kind(value: dict) -> type[dict]:
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def _entries(value: dict) -> dict:
+    """What a dict stores. `value[key]` of a subclass may give something else, such as an object that
+    it makes of a stored class.
+    """
+    return {key: dict.__getitem__(value, key) for key in _plain_kind(value).__iter__(value)}
+
+
+def _fill_dict(value: dict, contents: dict) -> None:
+    for key, child in contents.items():
+        _plain_kind(value).__setitem__(value, key, child)
 
 
 def _attributes_restorer(value: Any) -> Callable[[], object]:

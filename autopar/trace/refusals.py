@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import nn
@@ -28,15 +29,10 @@ def why_not_captured(
     where, kind = line_of_error(error), type(error).__name__
     if _BATCH_IS_A_NUMBER in str(error):
         fixed = sorted(set(_FIXED.findall(str(error))))
-        others = (
-            ""
-            if len(fixed) < 2
-            else "; if one of these has no rows, or has them along another dim, say so by its name: batch_dims={'positions': None}"
-        )
         return (
             f"forward of {name} uses the batch size, the rows of {' and '.join(map(repr, fixed))}, as a Python number, so that it would "
             "compute for one batch size alone; use x.shape[0] instead of int(x.shape[0]), and ops on whole tensors instead of loops "
-            f"over rows{others}"
+            f"over rows{other_rows({name: tensors[name] for name in fixed})}"
         )
     if "device meta is not on the expected device" in reason:
         return (
@@ -77,6 +73,19 @@ def why_not_captured(
         f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items()
     )
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
+
+
+def other_rows(inputs: Mapping[str, torch.Tensor]) -> str:
+    """Words that say how to name an input without rows, for the end of a message. `inputs` are those
+    whose dim 0 is read as rows; the example is the smallest. '' if there is one alone, which has them.
+    """
+    if len(inputs) < 2:
+        return ""
+    *names, last = sorted(inputs, key=lambda name: prod(inputs[name].shape[1:]), reverse=True)
+    return (
+        f". If {', '.join(map(repr, names))} or {last!r} has no rows, or has them along another dim, say so by its name, as "
+        f"batch_dims={{{last!r}: None}}"
+    )
 
 
 def _changed_constant(name: str, reason: str, model: nn.Module) -> str:

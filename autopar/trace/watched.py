@@ -9,7 +9,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from autopar.errors import AutoparError
 from autopar.trace.hit_loops import HitLoops
 from autopar.trace.met_rows import met
 from autopar.trace.pieces import kept_whole, unread_counts
+from autopar.trace.refusals import other_rows
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
@@ -50,19 +51,21 @@ def watched_forward() -> Iterator[list[str]]:
     """A context in which to export a model.  Yields a list that fills with notes on what was
     captured in another way than written.
 
-    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients.
+    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients, and
+    where forward converts a module.
     Checkpointed functions are called plainly, and torch's own log of what export could not do is
     silent.
     """
     notes: list[str] = []
-    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes):
+    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes), _unconverted():
         yield notes
 
 
 @contextlib.contextmanager
-def values_unread(loops: HitLoops) -> Iterator[list[str]]:
+def values_unread(loops: HitLoops, inputs: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
-    `loops` fills with the loops over experts that are run for all experts.
+    `loops` fills with the loops over experts that are run for all experts. `inputs` are those
+    whose dim 0 has the rows.
 
     Raises AutoparError, which names the user's line, where ops depend on the values of tensors.  (Torch's own error would have
     torch print the whole graph.)
@@ -70,7 +73,7 @@ def values_unread(loops: HitLoops) -> Iterator[list[str]]:
     notes: list[str] = []
     try:
         with (
-            _ValueReads(notes, loops),
+            _ValueReads(notes, loops, inputs),
             symbolic_lengths(),
             unread_counts(),
         ):
@@ -87,9 +90,9 @@ class _ValueReads(TorchFunctionMode):
     prints.
     """
 
-    def __init__(self, notes: list[str], loops: HitLoops) -> None:
+    def __init__(self, notes: list[str], loops: HitLoops, inputs: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.notes, self.loops = notes, loops
+        self.notes, self.loops, self.inputs = notes, loops, inputs
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -128,8 +131,8 @@ class _ValueReads(TorchFunctionMode):
                 )
             raise AutoparError(
                 f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
-                "one batch size alone. Use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows. "
-                "If it comes from an input without rows, say so by the input's name: batch_dims={'positions': None}"
+                "one batch size alone. Use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows"
+                f"{other_rows(self.inputs)}"
             )
         return func(*args, **kwargs)
 
@@ -272,6 +275,25 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
             yield
     finally:
         del base.apply
+
+
+def _unconverted() -> contextlib.AbstractContextManager[None]:
+    """A context in which `module.to(...)`, `.float()` and the like return the module as it is.
+
+    They raise AutoparError if that would change a dtype or a device.
+    """
+
+    def checked(self: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            found = function(tensor)
+            if (found.dtype, found.device) != (tensor.dtype, tensor.device):
+                raise AutoparError(
+                    f"forward converts a {type(self).__name__}{line_now()}: its {name!r} of {tensor.dtype} on {tensor.device} becomes one "
+                    f"of {found.dtype} on {found.device}, and what trains keeps its dtype; convert the module before training"
+                )
+        return self
+
+    return _replaced(torch.nn.Module, "_apply", checked)
 
 
 def _kept_function(cls: type, args: tuple) -> Any:

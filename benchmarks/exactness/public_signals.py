@@ -47,6 +47,8 @@ _TIMM: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "regnetx_002": {},
     "regnety_002": {},
+    "ghostnet_100": {},
+    "hrnet_w18_small": {},
     "densenet121": {"block_config": (2, 2, 2), "growth_rate": 8},
 }  # fmt: skip
 
@@ -197,6 +199,24 @@ _CLIP = {"text_config": {**_TOWER, "vocab_size": 96, "max_position_embeddings": 
          "vision_config": {**_TOWER, "image_size": 32, "patch_size": 8}, "projection_dim": 16}  # fmt: skip
 
 
+_CLAP = {"text_config": {**_TOWER, "vocab_size": 96, "max_position_embeddings": 16, "projection_dim": 16, "hidden_dropout_prob": 0.0,
+                         "attention_probs_dropout_prob": 0.0},
+         "audio_config": {"hidden_size": 32, "patch_embeds_hidden_size": 16, "depths": [1, 1], "num_attention_heads": [2, 4],
+                          "num_hidden_layers": 2, "spec_size": 32, "num_mel_bins": 16, "window_size": 4, "projection_dim": 16,
+                          "hidden_dropout_prob": 0.0},
+         "projection_dim": 16}  # fmt: skip
+_GIT = {**_WIDTH, "vocab_size": 96, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1,
+        "vision_config": {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+                          "image_size": 32, "patch_size": 8}}  # fmt: skip
+_SEW_D = {
+    **_SOUND,
+    "conv_stride": (4, 2),
+    "position_buckets": 8,
+    "max_position_embeddings": 64,
+    "squeeze_factor": 2,
+}
+
+
 class _Contrasted(nn.Module):
     """The loss of a network of images and texts, which is one of its results."""
 
@@ -214,8 +234,8 @@ def _auto(name: str, kind: str, values: dict[str, Any]) -> nn.Module:
     return getattr(transformers, name).from_config(config_of(kind, values))
 
 
-def _clip(kind: str) -> nn.Module:
-    return _Contrasted(_auto("AutoModel", kind, _CLIP))
+def _contrasted(kind: str, values: dict[str, Any]) -> nn.Module:
+    return _Contrasted(_auto("AutoModel", kind, values))
 
 
 def _spectrograms(rows: int) -> Batch:
@@ -228,6 +248,14 @@ def _waves(rows: int) -> Batch:
 
 def _images_and_texts(rows: int) -> Batch:
     return {"pixel_values": noise(rows, 3, 32, 32), "input_ids": integers(95, rows, 12)}
+
+
+def _captions(rows: int) -> Batch:
+    return _images_and_texts(rows) | {"labels": integers(95, rows, 12)}
+
+
+def _sounds_and_texts(rows: int) -> Batch:
+    return {"input_features": noise(rows, 1, 64, 16), "input_ids": integers(94, rows, 12) + 2}
 
 
 def _signal_models() -> dict[str, PublicModel]:
@@ -251,6 +279,7 @@ def _signal_models() -> dict[str, PublicModel]:
         add(f"transformers {name}", images(32, name="pixel_values"), _auto, "AutoModelForImageClassification", name, values)  # fmt: skip
     for name in ("wav2vec2", "hubert", "wavlm"):
         add(f"transformers {name}", _waves, _auto, "AutoModelForAudioClassification", name, _SOUND)
+    add("transformers sew-d", _waves, _auto, "AutoModelForAudioClassification", "sew-d", _SEW_D)
     add(
         "transformers whisper",
         _spectrograms,
@@ -260,7 +289,9 @@ def _signal_models() -> dict[str, PublicModel]:
         _WHISPER,
     )
     for name in ("clip", "siglip"):
-        add(f"transformers {name}", _images_and_texts, _clip, name)
+        add(f"transformers {name}", _images_and_texts, _contrasted, name, _CLIP)
+    add("transformers clap", _sounds_and_texts, _contrasted, "clap", _CLAP)
+    add("transformers git", _captions, _auto, "AutoModelForCausalLM", "git", _GIT)
     return found
 
 

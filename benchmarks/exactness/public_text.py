@@ -152,6 +152,9 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "granitemoe": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "phimoe": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "gpt_oss": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 6},
+    "dbrx": _TOKENS | {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 32,
+             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+             "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v3": _LLAMA | _EXPERTS | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
                    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
@@ -164,6 +167,7 @@ _MASKED: dict[str, dict[str, Any]] = {
     "distilbert": _TOKENS | {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 64, "dropout": 0.0,
                    "attention_dropout": 0.0, "max_position_embeddings": 32},
     "deberta-v2": _BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    "esm": _BERT | {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 5},
     "modernbert": _BERT | {"global_attn_every_n_layers": 2, "local_attention": 6, "cls_token_id": 0, "sep_token_id": 1},
 }  # fmt: skip
 _BOTH: dict[str, dict[str, Any]] = {
@@ -173,7 +177,9 @@ _BOTH: dict[str, dict[str, Any]] = {
     "mbart": _BART,
     "pegasus": _BART,
     "marian": _BART,
-}
+    "switch_transformers": _T5
+    | {"num_experts": 4, "expert_capacity": 8, "router_jitter_noise": 0.0, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+}  # fmt: skip
 
 
 def config_of(kind: str, values: dict[str, Any]) -> Any:
@@ -194,6 +200,17 @@ def _classified(rows: int) -> Batch:
     return batch | {"labels": integers(CLASSES, rows)}
 
 
+def _spans(rows: int) -> Batch:
+    batch = padded(rows)
+    del batch["labels"]
+    starts = integers(SEQ // 4, rows)
+    return batch | {"start_positions": starts, "end_positions": starts + integers(3, rows, seed=1)}
+
+
+def _ordered(rows: int) -> Batch:
+    return padded(rows) | {"sentence_order_label": integers(2, rows, seed=1)}
+
+
 # ------------------------------------------------------------------------- low rank, preferences
 
 _LORA = {
@@ -204,6 +221,15 @@ _LORA = {
     "phi3": ["qkv_proj", "o_proj"],
     "gpt_neox": ["query_key_value"],
 }
+
+
+def _loha(kind: str, targets: list[str]) -> nn.Module:
+    from peft import LoHaConfig, get_peft_model
+
+    model = _hugging_face("AutoModelForCausalLM", kind, _DECODERS[kind])
+    return get_peft_model(
+        model, LoHaConfig(r=4, alpha=8, target_modules=targets, init_weights=False)
+    )
 
 
 def _lora(kind: str, targets: list[str], **options: Any) -> nn.Module:
@@ -261,11 +287,18 @@ def _text_models() -> dict[str, PublicModel]:
         add(f"transformers {name} classifier", _classified, _hugging_face, "AutoModelForSequenceClassification", name, values)  # fmt: skip
     for name, values in _BOTH.items():
         add(f"transformers {name}", padded, _hugging_face, "AutoModelForSeq2SeqLM", name, values)
+    for task, auto, name, inputs in (
+        ("pre-training", "AutoModelForPreTraining", "albert", _ordered),
+        ("questions", "AutoModelForQuestionAnswering", "bart", _spans),
+    ):
+        values = (_MASKED | _BOTH)[name] | {"classifier_dropout_prob": 0.0}
+        add(f"transformers {name} {task}", inputs, _hugging_face, auto, name, values)
     for name, targets in _LORA.items():
         add(f"peft LoRA {name}", padded, _lora, name, targets)
     found["peft DoRA llama"] = PublicModel(
         partial(_lora, "llama", ["q_proj", "v_proj"], use_dora=True), padded
     )
+    add("peft LoHa llama", padded, _loha, "llama", ["q_proj", "v_proj", "up_proj"])
     for name in ("llama", "qwen3", "gpt2"):
         add(f"DPO {name}", pairs, _preference, Preference, name)
     add("DPO llama in two passes", pairs, _preference, PreferenceInTwoPasses, "llama")

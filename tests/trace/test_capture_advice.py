@@ -212,6 +212,8 @@ REFUSED = {
     "numpy": (lambda: Model(lambda m, y: y * float(y.detach().numpy().mean())), "leaves PyTorch {line}"),
     "complex": (lambda: Model(turned_as_complex), "{line} of complex numbers"),
     "autograd.Function": (lambda: Model(lambda m, y: Doubled.apply(y)), "autograd.Function Doubled {line}"),
+    "module converted": (lambda: Model(lambda m, y: m.inner.half()(y.half()).float()),
+                         r"converts a Linear {line}: its 'weight' of torch.float32 .* one of torch.float16"),
     "register_hook": (lambda: Model(with_hook), "Tensor.register_hook {line}"),
     "state": (lambda: Model(moving, keep(state=lambda m: torch.zeros(6))), "'state', which is Python state"),
 }  # fmt: skip
@@ -245,6 +247,7 @@ ADVISED = {
     "numpy": (lambda: Model(lambda m, y: y * y.detach().mean(1, keepdim=True)), PARTS),
     "complex": (lambda: Model(turned), PARTS),
     "autograd.Function": (lambda: Model(lambda m, y: doubled(y)), WHOLE),
+    "module converted": (lambda: Model(lambda m, y: m.inner.to(y.dtype)(y)), PARTS),
     "state": (
         lambda: Model(moving_buffer, lambda m: m.register_buffer("state", torch.zeros(6))),
         WHOLE,
@@ -471,7 +474,7 @@ def shared_error(rank: int) -> float:
 def test_an_input_that_has_as_many_rows_as_the_batch(pool2):
     with pytest.raises(
         AutoparError,
-        match=r"the rows of 'table' and 'x'.*; if one of these has no rows.* batch_dims=",
+        match=r"the rows of 'table' and 'x'.*\. If 'x' or 'table' has no rows.* batch_dims=\{'table': None\}",
     ) as refused:
         trace(shared(), {"x": torch.ones(ROWS, 6).double(), "table": torch.ones(ROWS).double()})
     paragraph(refused.value)

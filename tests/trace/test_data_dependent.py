@@ -91,6 +91,24 @@ def test_they_are_refused_by_line(name, capfd):
     )
 
 
+class WithTable(Model):
+    """A model with an input that may have rows, or may have as many positions."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + sum(table))
+
+
+def test_the_advice_about_inputs_without_rows_names_those_of_the_model():
+    inputs = {"x": torch.ones(4, 6), "table": torch.ones(4)}
+    with pytest.raises(
+        AutoparError, match=r"If 'x' or 'table' has no .*batch_dims=\{'table': None\}"
+    ):
+        trace(WithTable(lambda y: y), inputs)
+    assert trace(WithTable(lambda y: y), inputs, batch_dims={"table": None})
+    with pytest.raises(AutoparError, match=r"a loop over its rows$"):
+        trace(Model(lambda y: sum(y)), {"x": torch.ones(4, 6)})
+
+
 def test_a_long_tolist_is_refused_at_once():
     start = time.perf_counter()
     with pytest.raises(AutoparError, match=r"by \.tolist\(\)"):

@@ -315,6 +315,22 @@ def test_containers_that_forbid_changes_are_left_alone():
     assert model.sizes == {"width": 2}
 
 
+class MadeWhenRead(collections.OrderedDict):
+    """A registry that makes an object of the class that it stores, as transformers' activations do."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+REGISTRY = MadeWhenRead(tanh=nn.Tanh, gelu=nn.GELU)
+
+
+def test_containers_that_make_what_they_give_keep_what_they_store():
+    assert not trace(Model(lambda m, y: REGISTRY["tanh"](y)), {"x": torch.ones(4, 6)}).notes
+    assert isinstance(REGISTRY["tanh"], nn.Tanh) and isinstance(REGISTRY["gelu"], nn.GELU)
+    assert list(REGISTRY) == ["tanh", "gelu"]
+
+
 def test_forwards_without_state_have_no_notes():
     assert not trace(Model(lambda m, y: y), {"x": torch.ones(4, 6)}).notes
 
