@@ -27,8 +27,9 @@ class FunctionSpec(ModelSpec):
     function returns an nn.Module, (module, dict of example inputs), or (module, example inputs,
     batch_dims).
 
-    The function is called anew for each `build`, inside `torch.device(device)`, and for each
-    `example_inputs` and `batch_dims`.
+    The function is called anew for each `build` and `example_inputs`, inside
+    `torch.device(device)`, and for each `batch_dims` on the meta device. So weights have values
+    only where they are asked for.
     """
 
     module: str
@@ -134,7 +135,8 @@ class FunctionSpec(ModelSpec):
         1, and for inputs on meta if `device` is not meta.
         """
         self._check_inputs(batch, seq)
-        model, inputs, named = self._call()
+        with torch.device(device):
+            model, inputs, named = self._call()
         if inputs is None:
             if is_hf_model(model):
                 return hf_example_inputs(model, batch, seq, device)
@@ -158,7 +160,8 @@ class FunctionSpec(ModelSpec):
         """The third result of the user's function: by input, the dim that is the batch, or None for
         no rows. {} if it returns none. Calls the function.
         """
-        return self._call()[2]
+        with torch.device("meta"):
+            return self._call()[2]
 
     def shrunk(self) -> ModelSpec:
         """The spec itself, since only the user's function can make a smaller model."""

@@ -35,9 +35,9 @@ class Settings:
 def settings_of(
     text: str, what: str, function: str, fits: Callable[[Mapping[str, str]], bool]
 ) -> Settings:
-    """The settings of a function of a Python text, by default of the first whose settings `fits`
-    accepts; one of a toy or for fine-tuning only if there is no other. Raises AutoparError if the
-    text is no Python, or has no such function.
+    """The settings of a function of a Python text, by default of the first that `fits` accepts. One
+    of a toy or for fine-tuning counts only if there is no other. Raises AutoparError if the text is
+    no Python, or has no such function.
     """
     try:
         tree = ast.parse(text)

@@ -1,6 +1,6 @@
-"""Jobs of trainers above Accelerate and DeepSpeed: arguments of Transformers' `TrainingArguments` in a
-script, in YAML or in Python, as LLaMA-Factory, ms-swift, TRL and DeepSpeed-Chat take them too, and
-Axolotl's YAML.
+"""Jobs of trainers above Accelerate and DeepSpeed: Axolotl's YAML, and the arguments of Transformers'
+`TrainingArguments` in a script, in YAML or in Python. LLaMA-Factory, ms-swift, TRL and
+DeepSpeed-Chat take these too.
 """
 
 from __future__ import annotations
