@@ -27,9 +27,9 @@ FOLDED_BEYOND = 64
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an action. `segment` is the segment that runs (`''` in the update). `name` is the
-    collective as `engine.profile` names it, such as 'all_gather over tp', or the kind of work.
-    `kind` is one of `WORK` or `AXES`, and `seconds` its exposed time.
+    """A piece of an action. `segment` is the segment that runs (`''` in the update, and between
+    segments). `name` is the collective as `engine.profile` names it, such as 'all_gather over tp',
+    or the kind of work. `kind` is one of `WORK` or `AXES`, and `seconds` its exposed time.
     """
 
     segment: str
