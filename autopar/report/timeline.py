@@ -63,7 +63,12 @@ class Slice:
         """
         if self.stage < 0:
             return self.kind
-        return f"stage {self.stage} {PASSES[self.kind]} of micro-batch {self.micro_batch}"
+        return f"stage {self.stage} {PASSES[self.action]} of micro-batch {self.micro_batch}"
+
+    @property
+    def action(self) -> str:
+        """`kind`, but 'B' for the first stage if backward is split: all of it is in its 'W'."""
+        return "B" if self.kind == "W" and self.stage == 0 else self.kind
 
 
 @dataclass(frozen=True, slots=True)
