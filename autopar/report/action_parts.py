@@ -15,7 +15,7 @@ from autopar.ir.annotated import AnnotatedOp, Conversion, Strategy
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan
-from autopar.ir.sharding import COLLECTIVES, Layout, transition
+from autopar.ir.sharding import COLLECTIVES, RP, Layout, transition
 from autopar.recheck.plan_costs import Segment
 from autopar.report.timeline import Part
 from autopar.text.layout_words import is_attention, is_experts
@@ -83,13 +83,15 @@ class SegmentParts:
         self.costed = list(self._costed())
 
     def forward(self) -> list[Part]:
-        """The parts of the forward of a micro-batch."""
-        pieces = _Pieces(self.name)
-        for item in self.costed:
-            cost = item.cost
-            pieces.send(item.forward, cost.forward_comm_s, item.together)
-            pieces.work("forward", cost.forward_s - cost.forward_comm_s)
-        return pieces.found
+        """The parts of the forward of a micro-batch. Changes of what arrives come before the
+        segment itself.
+        """
+        arriving, pieces = _Pieces(""), _Pieces(self.name)
+        for number, item in enumerate(self.costed):
+            cost, into = item.cost, arriving if number < len(self.segment.arrivals) else pieces
+            into.send(item.forward, cost.forward_comm_s, item.together)
+            into.work("forward", cost.forward_s - cost.forward_comm_s)
+        return arriving.found + pieces.found
 
     def backward(self, weights: bool | None = None) -> list[Part]:
         """The parts of the backward of a micro-batch. `weights` chooses one of two parts of a split
@@ -122,8 +124,8 @@ class SegmentParts:
         for op in self._ops("parameter"):
             strategy, names = self.segment.chosen[op.name], self._update_names(op)
             work_s += strategy.step_s - strategy.step_comm_s
-            for name in names or ("all_reduce over tp",):
-                sent[name] = sent.get(name, 0.0) + strategy.step_comm_s / max(len(names), 1)
+            for name in names:
+                sent[name] = sent.get(name, 0.0) + strategy.step_comm_s / len(names)
         pieces = _Pieces("")
         for name in (name for name in sent if "gather" not in name):
             pieces.send((name,), sent[name])
@@ -169,7 +171,9 @@ class SegmentParts:
         zero, pipelined = self.plan.zero, self.plan.mesh.pp > 1
         kinds = [] if zero >= 2 and not pipelined else ["reduce_scatter" if zero else "all_reduce"]
         kinds += ["all_gather"] if zero and not (zero == 3 and not pipelined) else []
-        return tuple(f"{kind} over {axis}" for kind in kinds for axis in self._copies(op))
+        found = [f"{kind} over {axis}" for kind in kinds for axis in self._copies(op)]
+        partial = self.plan.mesh.tp > 1 and RP in self.segment.chosen[op.name].outputs
+        return (*found, *(["all_reduce over tp"] if partial else []))
 
     def _copies(self, op: AnnotatedOp) -> tuple[str, ...]:
         """The axes whose ranks hold copies of a parameter."""

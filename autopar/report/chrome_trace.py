@@ -169,7 +169,7 @@ def _inside(timeline: Timeline, rank: int, piece: Slice) -> Iterator[Event]:
     for segment, of in groupby(parts, key=lambda part: part.segment):
         own = list(of)
         seconds = sum(part.seconds for part in own)
-        if segment and piece.kind != "W":
+        if segment and piece.action != "W":
             way = "forward" if piece.kind == "F" else "backward"
             yield from _within(piece, f"{segment} {way}", _RANGES, at, seconds)
         for part in own:

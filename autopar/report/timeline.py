@@ -27,9 +27,9 @@ FOLDED_BEYOND = 64
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an action. `segment` is the segment that runs (`''` in the update). `name` is the
-    collective as `engine.profile` names it, such as 'all_gather over tp', or the kind of work.
-    `kind` is one of `WORK` or `AXES`, and `seconds` its exposed time.
+    """A piece of an action. `segment` is the segment that runs (`''` in the update, and between
+    segments). `name` is the collective as `engine.profile` names it, such as 'all_gather over tp',
+    or the kind of work. `kind` is one of `WORK` or `AXES`, and `seconds` its exposed time.
     """
 
     segment: str
@@ -63,7 +63,12 @@ class Slice:
         """
         if self.stage < 0:
             return self.kind
-        return f"stage {self.stage} {PASSES[self.kind]} of micro-batch {self.micro_batch}"
+        return f"stage {self.stage} {PASSES[self.action]} of micro-batch {self.micro_batch}"
+
+    @property
+    def action(self) -> str:
+        """`kind`, but 'B' for the first stage if backward is split: all of it is in its 'W'."""
+        return "B" if self.kind == "W" and self.stage == 0 else self.kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def _lines(timeline: Timeline, rows: Sequence[int], scale: _Scale) -> str:
             [
                 round(scale.x(piece.start_s), 1),
                 round(piece.seconds * scale.per_s, 1),
-                kinds.index(piece.kind),
+                kinds.index(piece.action),
                 piece.stage,
                 piece.micro_batch,
                 float(f"{piece.seconds * 1e6:.4g}"),

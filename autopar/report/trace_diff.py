@@ -1,7 +1,9 @@
 """Compares a predicted trace with a measured one, range by range.
 
 Ranges are those that `engine.profile` names. Ranges that differ only in the numbers of a segment or
-micro-batch are one row. The order compares the names of all ranges, as they begin.
+micro-batch are one row. The order compares the names of all ranges, as they begin. Collectives
+outside passes and the update are left out: with them the engine checks the batch and adds up the
+loss, which no plan prices.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _AXES = "|".join((*AXES, "copies"))
+_PASS = re.compile(
+    r"update|micro-batch \d+ (forward|backward)"
+    r"|stage \d+ (forward|backward|weight gradients) of micro-batch \d+"
+)
+_COLLECTIVE = re.compile(rf"\w+ over ({_AXES})")
 _NAMED = re.compile(
-    rf"step \d+|pipeline|update|micro-batch \d+ (forward|backward)"
-    rf"|stage \d+ (forward|backward|weight gradients) of micro-batch \d+"
-    rf"|[\w.]+ (forward|backward)|\w+ over ({_AXES})"
+    rf"step \d+|pipeline|{_PASS.pattern}|[\w.]+ (forward|backward)|{_COLLECTIVE.pattern}"
 )
 
 
@@ -152,8 +157,15 @@ def _first_step(ranges: Sequence[_Range], what: str) -> list[_Range]:
     if not steps:
         raise AutoparError(f"{what} has no range of a step; run engine.step inside engine.profile")
     start, end = steps[0][1]
-    inside = [(n, of) for n, of in ranges if start <= of[0] < end and not n.startswith("step ")]
-    return [("step", steps[0][1]), *inside]
+    found, pass_end = [("step", steps[0][1])], start
+    for name, of in ranges:
+        if not start <= of[0] < end or name.startswith("step "):
+            continue
+        if _PASS.fullmatch(name):
+            pass_end = of[1]
+        if of[0] < pass_end or not _COLLECTIVE.fullmatch(name):
+            found.append((name, of))
+    return found
 
 
 def _rows(ours: Sequence[_Range], theirs: Sequence[_Range]) -> list[Row]:

@@ -16,7 +16,6 @@ _BATCH, _SEQ = 8, 32
 PINS = {
     "tensor": {"tp": 4, "micro_batch": 4},
     "tensor and data": {"tp": 2, "dp": 2, "micro_batch": 2},
-    "ZeRO-3": {"dp": 4, "zero": 3, "micro_batch": 1},
     "1f1b": {"pp": 2, "tp": 2, "schedule": "1f1b", "micro_batch": 2},
     "interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved_1f1b", "vpp": 2, "micro_batch": 1},
     "zero bubble": {"pp": 4, "schedule": "zero_bubble", "micro_batch": 2},

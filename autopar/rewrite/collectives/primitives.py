@@ -196,7 +196,8 @@ def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
         return x
     if group.simulate:
         return x.zero_()
-    return _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
+    with named("all_reduce over", group.name):
+        return _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
 
 
 def start_primitive(

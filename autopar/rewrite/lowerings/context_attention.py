@@ -465,6 +465,7 @@ def _exchange(ring: AxisGroup, outgoing: Tensor, incoming: Tensor, tag: int) -> 
 
 
 def _wait(works: list[dist.Work]) -> None:
-    with named("ring over cp"):
-        for work in works:
-            work.wait()
+    if works:
+        with named("ring over cp"):
+            for work in works:
+                work.wait()

@@ -279,7 +279,10 @@ class _Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         _arrive(self._forwards.pop(bwd_chunk_id, []))  # it did, since its gradient is here
-        with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
+        # a split backward of the first stage is all in its second part
+        later = self.is_first and not full_backward
+        words = "stage", self.stage_index, "backward of micro-batch", bwd_chunk_id
+        with contextlib.nullcontext() if later else named(*words):
             if self.parted and self.has_backward and not full_backward:
                 self._first_part(self.parted, bwd_chunk_id, loss)
             else:
@@ -309,7 +312,8 @@ class _Stage(PipelineStage):
                 x.data = x.new_empty(0)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
+        kind = "backward" if self.is_first else "weight gradients"
+        with named("stage", self.stage_index, kind, "of micro-batch", bwd_chunk_id):
             if self.parted and self.has_backward:
                 self._left.pop(bwd_chunk_id).second()
             else:
