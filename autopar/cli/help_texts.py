@@ -33,7 +33,7 @@ EXAMPLES = {
     ),
     "check": (
         "autopar check train.sh --cluster dgx-h100:8",
-        "autopar check train.sh --cluster dgx-h200:8 --model llama3-70b --measured 8.1s",
+        "autopar check train.sh --cluster dgx-h200:8 --model llama3-70b --measured 8.1s --html report.html",
         "autopar check accelerate.yaml --cluster h100:8 --model hf:config.json --seq 4096",
     ),
     "export": (

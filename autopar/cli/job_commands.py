@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autopar.cli import options
+from autopar.cli.pictures import Pictures, page_options
 from autopar.cli.terminal import progress, show
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ FRAMEWORK = click.option("--framework", help="The file's framework (default: tol
 )
 @FRAMEWORK
 @options.limit
+@page_options
 @options.as_json
 @click.pass_context
 def check(
@@ -54,6 +56,7 @@ def check(
     framework: str | None,
     time_limit: float,
     as_json: bool,
+    **pictures: Any,
 ) -> None:
     """What a job FILE of another framework needs on a cluster, what refuses it, and what is better.
     Exit code 1 if it is refused, does not fit, or cannot be priced.
@@ -63,7 +66,9 @@ def check(
     \u000c
     `file` is its path, `cluster` and `model` are texts, `seq` tokens, batches sequences, `measured`
     a text such as '8.1s' or the path of a log, `time_limit` seconds. `as_json`: prints JSON instead of tables.
+    `pictures` has the arguments of `Pictures`.
     """
+    drawn, page = Pictures.taken_from(pictures), None
     with progress("reading") as tell:
         from autopar.jobs.check import check_job
         from autopar.jobs.measured import measured_step_s
@@ -78,10 +83,17 @@ def check(
         measured_s = measured_step_s(measured, job, seq, gpus) if measured is not None else None
         tell("pricing the job, and looking for better plans")
         answer = check_job(job, spec, model, seq, measured_s, time_limit)
+        if drawn.wanted:
+            from autopar.jobs.page import check_page
+
+            tell("simulating the step")
+            page = check_page(answer)
     if as_json:
-        click.echo(json.dumps(check_data(answer), indent=1))
+        click.echo(json.dumps(page.data if page else check_data(answer), indent=1))
     else:
         show(check_table(answer))
+    if page is not None:
+        drawn.write(page)
     ctx.exit(1 if answer.refused or not answer.fits else 0)
 
 

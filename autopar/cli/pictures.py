@@ -9,12 +9,35 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from autopar.report.page import Page
     from autopar.report.report import Report
 
 
+_PATH = click.Path(dir_okay=False)
+
+
+def page_options(command: Callable) -> Callable:
+    """A decorator that adds the options of a page."""
+    for option in (
+        click.option(
+            "--svg",
+            type=click.Path(file_okay=False),
+            metavar="DIR",
+            help="Write the figures of the page to a folder.",
+        ),
+        click.option(
+            "--html",
+            type=_PATH,
+            metavar="report.html",
+            help="Write the report as a page with figures.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def picture_options(command: Callable) -> Callable:
-    """A decorator that adds the options of `Pictures`."""
-    path = click.Path(dir_okay=False)
+    """A decorator that adds the options of a page and of a trace."""
     for option in (
         click.option(
             "--ranks",
@@ -24,25 +47,13 @@ def picture_options(command: Callable) -> Callable:
         ),
         click.option(
             "--trace",
-            type=path,
+            type=_PATH,
             metavar="trace.json.gz",
             help="Write the simulated step as a Chrome trace, for Perfetto.",
         ),
-        click.option(
-            "--svg",
-            type=click.Path(file_okay=False),
-            metavar="DIR",
-            help="Write the figures of the page to a folder.",
-        ),
-        click.option(
-            "--html",
-            type=path,
-            metavar="report.html",
-            help="Write the report as a page with figures.",
-        ),
     ):
         command = option(command)
-    return command
+    return page_options(command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +64,15 @@ class Pictures:
 
     html: str | None
     svg: str | None
-    trace: str | None
-    every_rank: bool
+    trace: str | None = None
+    every_rank: bool = False
 
     @staticmethod
     def taken_from(asked: dict[str, Any]) -> Pictures:
         """The pictures that a command's arguments ask for, which are removed from `asked`."""
-        html, svg, trace, ranks = (asked.pop(name) for name in ("html", "svg", "trace", "ranks"))
+        html, svg, trace, ranks = (
+            asked.pop(name, None) for name in ("html", "svg", "trace", "ranks")
+        )
         if ranks == "all" and trace is None:
             raise click.UsageError("--ranks all is for --trace: give the name of a trace too")
         return Pictures(html, svg, trace, ranks == "all")
@@ -69,17 +82,18 @@ class Pictures:
         """Whether anything is to be drawn."""
         return any(path is not None for path in (self.html, self.svg, self.trace))
 
-    def write(self, report: Report) -> None:
-        """Writes the pictures, and says so on stderr. Raises AutoparError if one cannot be
-        written.
+    def write(self, page: Page, report: Report | None = None) -> None:
+        """Writes the pictures, and says so on stderr; nothing if none is wanted. A trace is that of
+        `report`. Raises AutoparError if one cannot be written.
         """
         said = []
         if self.html is not None:
-            report.save(self.html)
+            page.save(self.html)
             said.append(self.html)
         if self.svg is not None:
-            said += map(str, report.save_svgs(self.svg))
-        if self.trace is not None:
+            said += map(str, page.save_svgs(self.svg))
+        if self.trace is not None and report is not None:
             events = report.save_trace(self.trace, self.every_rank)
             said.append(f"{self.trace} ({events:,} events)")
-        click.echo(f"Written: {', '.join(said)}", err=True)
+        if said:
+            click.echo(f"Written: {', '.join(said)}", err=True)

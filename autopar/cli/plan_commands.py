@@ -21,7 +21,7 @@ from autopar_cost_models.echo import shortened_message
 from autopar import __version__
 from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
-from autopar.cli.pictures import Pictures, picture_options
+from autopar.cli.pictures import Pictures, page_options, picture_options
 from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
 from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
@@ -218,7 +218,7 @@ def explain(
         plan, as_json, findings, counts, chosen=chosen, checks=checks, report=report, detail=detail
     )
     if report is not None:
-        drawn.write(report)
+        drawn.write(report.page, report)
     _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
@@ -293,7 +293,7 @@ def _explain_saved(
     report = Report(plan, cluster, findings=findings) if drawn.wanted else None
     _show_plan(plan, as_json, findings, report=report, detail=detail | {"cluster": cluster})
     if report is not None:
-        drawn.write(report)
+        drawn.write(report.page, report)
     if not as_json:
         click.echo(
             "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
@@ -418,6 +418,7 @@ def _check_saved(
     help="What was chosen (default: planned now).",
 )
 @options.search
+@page_options
 @options.as_json
 @click.pass_context
 def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any) -> None:
@@ -426,9 +427,9 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
     \u000c
     `pin` is the choice, such as 'tp=8'. `saved` is the path of the chosen plan (None: planned
     now). `as_json`: prints JSON instead of a report. `asked` has the other arguments, as in
-    `Asked`.
+    `Asked`, and those of `Pictures`.
     """
-    pins = parse_pins(pin)
+    drawn, pins = Pictures.taken_from(asked), parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
         from autopar.ir.plan import Plan
@@ -444,6 +445,10 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
         click.echo(json.dumps(why_not_data(answer), indent=1))
     else:
         show(why_not_table(answer))
+    if drawn.wanted:
+        from autopar.report.question_pages import why_not_page
+
+        drawn.write(why_not_page(answer))
     ctx.exit(0 if answer.pinned is not None else 1)
 
 
@@ -468,15 +473,17 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
 )
 @options.price
 @options.search
+@page_options
 @options.as_json
 def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved
     ones.  Without --pin and --plan: the best plan of each family of layouts.
     \u000c
     `pins` has one text of pins for each plan to compare, `saved` the paths of plan files.
-    `as_json`: prints JSON instead of tables. `asked` has the other arguments, as in `Asked`.
+    `as_json`: prints JSON instead of tables. `asked` has the other arguments, as in `Asked`, and
+    those of `Pictures`.
     """
-    parsed = [parse_pins(pin) for pin in pins]
+    drawn, parsed = Pictures.taken_from(asked), [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
         from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
         from autopar.ir.plan import Plan
@@ -490,6 +497,10 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
     else:
         show(CompareTable(entries, planned.cluster))
+    if drawn.wanted:
+        from autopar.report.question_pages import compare_page
+
+        drawn.write(compare_page(entries, planned.cluster))
 
 
 @cli.command()
@@ -521,6 +532,7 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
 )
 @options.price
 @options.search
+@page_options
 @options.as_json
 def sweep(
     gpus: tuple[int, ...],
@@ -536,8 +548,9 @@ def sweep(
     `gpus` are numbers of devices, `seq` tokens per sequence, `global_batch` sequences per step,
     and `inter_bandwidth` GB/s between nodes per device. An empty one means the value of CLUSTER
     or MODEL. `as_json`: prints JSON instead of a table. `asked` has the other arguments, as in
-    `Asked`.
+    `Asked`, and those of `Pictures`.
     """
+    drawn = Pictures.taken_from(asked)
     with progress("planning") as tell:
         from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
@@ -551,6 +564,10 @@ def sweep(
         click.echo(json.dumps(sweep_data(found), indent=1))
     else:
         show(sweep_table(found, asked["model"], spec))
+    if drawn.wanted:
+        from autopar.report.question_pages import sweep_page
+
+        drawn.write(sweep_page(found, asked["model"], spec))
 
 
 @cli.command()

@@ -133,11 +133,11 @@ def plan_table(
     if plan.notes:
         parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
     if plan.runnable:
-        parts.append(Text(_runnable_words(plan), style="yellow"))
+        parts.append(Text(runnable_words(plan), style="yellow"))
     return Group(*parts)
 
 
-def _runnable_words(plan: Plan) -> str:
+def runnable_words(plan: Plan) -> str:
     """How to get a plan like this one that the engine runs."""
     if plan.runnable.startswith("a graph captured in "):
         return (

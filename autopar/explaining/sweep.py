@@ -338,6 +338,15 @@ def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
         *(f"Software: {words}." for words in software),
         f"{f'All points: {same}.  ' if same else ''}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first "
         f"row's.  {unit}: {cost} for a million tokens.  *: on the Pareto front of step time, cost and memory.",
+        *sweep_lines(found),
+    ]
+    return Group(title, _point_table(found, varied, unit), *map(Text, lines))
+
+
+def sweep_lines(found: Sweep) -> list[str]:
+    """Sentences on points without a plan, changes of plan, and what is not proved."""
+    varied = found.axes or ("devices",)
+    return [
         *(
             f"{_where(row, varied)}: {row.reason}."
             for row in found.rows
@@ -346,7 +355,6 @@ def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
         *(_change_words(change, found.axes) for change in found.break_evens),
         *_caveats(found, varied),
     ]
-    return Group(title, _point_table(found, varied, unit), *map(Text, lines))
 
 
 def _where(row: Row | Unplanned, varied: Sequence[str]) -> str:

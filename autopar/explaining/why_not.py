@@ -156,43 +156,51 @@ def why_not_data(answer: WhyNot) -> dict[str, Any]:
 
 
 def why_not_table(answer: WhyNot) -> Group:
-    """The answer as a rich renderable: the chosen plan, then the pinned one beside it with
-    differences by part, or what forbids it. One sentence if both are the same.
+    """The answer as a rich renderable: its sentences, then tables of the parts of both plans, or of
+    the plan that needs the least memory.
     """
     from rich.console import Group
     from rich.text import Text
 
-    chosen, name = answer.chosen, pin_text(answer.pin)
-    parts: list[Any] = [
-        Text(f"{chosen.model_name} on {chosen.cluster_name}: why not {name}?", style="bold"),
-        Text(
-            f"Chosen: {layout_words(chosen)}: {ms(chosen.predicted.step_time_s)}, {_memory_words(chosen)}."
-        ),
-    ]
-    if answer.pinned is None:
-        return Group(*parts, *_forbidden(answer))
-    if answer.same:
-        return Group(*parts, Text(f"{name} is what the chosen plan does."))
-    return Group(*parts, *_compared(answer, answer.pinned))
+    chosen, pinned = answer.chosen, answer.pinned
+    title = f"{chosen.model_name} on {chosen.cluster_name}: why not {pin_text(answer.pin)}?"
+    first, second, *others = why_not_lines(answer)
+    parts: list[Any] = [Text(title, style="bold"), Text(first)]
+    parts.append(Text(second, style="" if pinned is not None else "yellow"))
+    parts += map(Text, others)
+    if answer.least is not None:
+        parts.append(_least_table(answer.least))
+    return Group(*parts, *(_compared(chosen, pinned) if pinned and not answer.same else ()))
 
 
-def _compared(answer: WhyNot, pinned: Plan) -> Iterator[Any]:
-    """The report on the pinned plan next to the chosen one: sentences, then a table of time by part
-    and one of memory by part.
+def why_not_lines(answer: WhyNot) -> list[str]:
+    """The answer in sentences: the chosen plan, and how the pinned one differs or what forbids it.
+    The second says the answer. One more sentence if both are the same.
     """
-    from rich.text import Text
+    name, pinned = pin_text(answer.pin), answer.pinned
+    lines = [_plan_words("Chosen", answer.chosen)]
+    if pinned is None:
+        lines += _forbidden(answer)
+    elif answer.same:
+        lines.append(f"{name} is what the chosen plan does.")
+    else:
+        lines += [
+            _plan_words("Pinned", pinned),
+            _difference_words(answer, pinned),
+            _first_words(answer),
+            _others_words(answer, pinned),
+            _unproven_words(answer, pinned),
+        ]
+    return [line for line in lines if line]
 
-    chosen = answer.chosen
-    yield Text(
-        f"Pinned: {layout_words(pinned)}: {ms(pinned.predicted.step_time_s)}, {_memory_words(pinned)}."
-    )
-    words = (
-        _difference_words(answer, pinned),
-        _first_words(answer),
-        _others_words(answer, pinned),
-        _unproven_words(answer, pinned),
-    )
-    yield from (Text(line) for line in words if line)
+
+def _plan_words(name: str, plan: Plan) -> str:
+    peak = gib(max(plan.predicted.peak_memory_bytes))
+    return f"{name}: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {peak}."
+
+
+def _compared(chosen: Plan, pinned: Plan) -> Iterator[Any]:
+    """Tables of time by part and of memory by part."""
     rows = [(TIME_WORDS.get(p, p), a, b) for p, a, b in time_parts(chosen, pinned) if a or b]
     rows.append(("step", chosen.predicted.step_time_s, pinned.predicted.step_time_s))
     yield _beside("Time of a step", rows, ms)
@@ -215,44 +223,37 @@ def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
     )
 
 
-def _forbidden(answer: WhyNot) -> list[Any]:
-    """The report on what forbids the choice. If memory does, also the plan that needs least, if
-    known, with a table of its memory by part.
+def _forbidden(answer: WhyNot) -> Iterator[str]:
+    """What forbids the choice, in sentences. If memory does, also the plan that needs least, if
+    known.
     """
-    from rich.text import Text
-
-    name, first = pin_text(answer.pin), _first_words(answer)
+    name = pin_text(answer.pin)
     if not answer.capacity_bytes:
-        return [Text(f"{name} is impossible: {answer.reason}.", style="yellow"), Text(first)]
-    found: list[Any] = [Text(f"{name} does not fit.  {answer.reason}", style="yellow"), Text(first)]
+        yield f"{name} is impossible: {answer.reason}."
+        yield _first_words(answer)
+        return
+    yield f"{name} does not fit.  {answer.reason}"
+    yield _first_words(answer)
     if answer.least is not None:
         peak, parts = max(answer.least.predicted.peak_memory_bytes), answer.least.predicted.memory
         most = max(parts, key=parts.__getitem__)
-        found.append(
-            Text(
-                f"Memory binds: {layout_words(answer.least)} needs {gib(peak)} of {gib(answer.capacity_bytes)}, "
-                f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} "
-                f"({percent(parts[most] / peak)}).  "
-                f"On devices with that much memory a step would take {ms(answer.least.predicted.step_time_s)}."
-            )
+        yield (
+            f"Memory binds: {layout_words(answer.least)} needs {gib(peak)} of {gib(answer.capacity_bytes)}, "
+            f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} "
+            f"({percent(parts[most] / peak)}).  "
+            f"On devices with that much memory a step would take {ms(answer.least.predicted.step_time_s)}."
         )
-        rows = [
-            (MEMORY_WORDS.get(part, part), gib(size), percent(size / peak))
-            for part, size in parts.items()
-        ]
-        found.append(
-            grid(
-                "The least memory under the pins",
-                ("part", "size", "share"),
-                [*rows, ("peak", gib(peak), "")],
-                right=(1, 2),
-            )
-        )
-    return found
 
 
-def _memory_words(plan: Plan) -> str:
-    return gib(max(plan.predicted.peak_memory_bytes))
+def _least_table(plan: Plan) -> Any:
+    """Memory by part of the plan that needs least."""
+    peak = max(plan.predicted.peak_memory_bytes)
+    rows = [
+        (MEMORY_WORDS.get(part, part), gib(size), percent(size / peak))
+        for part, size in plan.predicted.memory.items()
+    ]
+    title, heads = "The least memory under the pins", ("part", "size", "share")
+    return grid(title, heads, [*rows, ("peak", gib(peak), "")], right=(1, 2))
 
 
 def _difference_words(answer: WhyNot, pinned: Plan) -> str:

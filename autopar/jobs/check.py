@@ -4,7 +4,7 @@ what would be better.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 from autopar.errors import AutoparError
@@ -42,6 +42,7 @@ class Answer:
         differences: the framework's options in which the best plan differs.
         changes: single changes with which the job fits, the fastest first; () if it fits.
         measured_s: measured seconds of a step, or None.
+        setting: what the job was priced with, or None if it has no price.
     """
 
     job: Job
@@ -59,6 +60,7 @@ class Answer:
     differences: tuple[Difference, ...] = ()
     changes: tuple[Change, ...] = ()
     measured_s: float | None = None
+    setting: Setting | None = field(default=None, repr=False, compare=False)
 
     @property
     def refused(self) -> tuple[Finding, ...]:
@@ -69,6 +71,18 @@ class Answer:
     def runs(self) -> bool:
         """Whether the framework starts the job and it fits."""
         return self.fits and not self.refused
+
+    @property
+    def gap(self) -> tuple[float, float] | None:
+        """(seconds by which the measured step is longer than that of the best plan, how many of
+        them the layout explains). None without a measured step and a price.
+        """
+        if self.plan is None or self.measured_s is None:
+            return None
+        step_s = self.plan.predicted.step_time_s
+        best_s = self.best.predicted.step_time_s if self.best is not None else step_s
+        whole_s = self.measured_s - best_s
+        return whole_s, min(max(0.0, step_s - best_s), whole_s)
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -139,9 +153,8 @@ def _priced(answer: Answer, setting: Setting) -> Answer:
         return replace(answer, why_not=str(error))
     peak = max(plan.predicted.peak_memory_bytes)
     chance = fit_chance(run, RunPrediction(plan.predicted.step_time_s, peak))
-    return replace(
-        answer, plan=plan, fits=peak <= answer.cluster.device.memory_bytes, chance=chance
-    )
+    fits = peak <= answer.cluster.device.memory_bytes
+    return replace(answer, plan=plan, fits=fits, chance=chance, setting=setting)
 
 
 def _advised(answer: Answer, setting: Setting, time_limit_s: float) -> Answer:

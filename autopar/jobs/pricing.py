@@ -101,12 +101,15 @@ class Setting:
         key = tuple(pins.items()), layout.batch_on(self.gpus)
         if key not in self._plans:
             device = replace(self.cluster.device, memory_bytes=UNLIMITED_BYTES)
-            request = self._request(
-                Pins.of(pins), layout.batch_on(self.gpus), replace(self.cluster, device=device)
-            )
+            request = self.request_of(layout, replace(self.cluster, device=device))
             # one or two candidates: helper processes would take longer to start than to search
             self._plans[key] = api.plan_traced(self.traced, request, 60.0, processes=1)
         return self._plans[key]
+
+    def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
+        """The request for the plan with a layout on a cluster with as many devices."""
+        pins = pins_of(layout, self.gpus, self.job.shape.layers)
+        return self._request(Pins.of(pins), layout.batch_on(self.gpus), cluster)
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
         """The simplest plan within a restriction that takes little more than the fastest, and leaves
@@ -138,6 +141,9 @@ def setting_of(
     shape = job.shape if spec is None else shape_of(spec) or ModelShape()
     known = replace(job, gpus=cluster.num_devices, shape=shape, seq=length)
     target = target_of(job.framework)
+    if target.stages and job.layout.pp > 1 and not job.shape.layers and shape.layers:
+        vpp, stages = target.stages(known)
+        known = replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
     return Setting(known, target, cluster, spec or spec_of(shape, length))
 
 

@@ -16,7 +16,7 @@ from autopar.text.units import PROVED, gib, ms, percent
 if TYPE_CHECKING:
     from rich.console import Group
 
-_TITLES = {
+TITLES = {
     "refused": "Refused at start",
     "unknown": "Cannot be determined",
     "contradiction": "Contradictions",
@@ -47,7 +47,7 @@ def _tables(answer: Answer) -> Iterator[Any]:
     if answer.plan is not None:
         yield _ranks(answer)
         yield _parts(answer)
-    for kind, title in _TITLES.items():
+    for kind, title in TITLES.items():
         rows = [(f.what, f.theirs, ", ".join(f.legal)) for f in answer.findings if f.kind == kind]
         if rows:
             yield _findings(title, rows, "legal" if kind == "refused" else "remedy")
@@ -106,16 +106,12 @@ def _summary(answer: Answer) -> Iterator[tuple[str, str]]:
 
 def gap_words(answer: Answer) -> str:
     """How much of the time above the best plan the layout explains, and what is left."""
-    if answer.plan is None or answer.measured_s is None:
+    if answer.gap is None:
         return ""
-    step_s = answer.plan.predicted.step_time_s
-    best_s = answer.best.predicted.step_time_s if answer.best is not None else step_s
-    gap_s = answer.measured_s - best_s
+    gap_s, layout_s = answer.gap
     if gap_s <= 0:
         return "none: the measured step is not slower than the best layout's prediction"
-    layout_s = min(max(0.0, step_s - best_s), gap_s)
-    left_s = gap_s - layout_s
-    return f"the layout explains {ms(layout_s)} of {ms(gap_s)} above the best plan; {ms(left_s)} are left ({CAUSES})"
+    return f"the layout explains {ms(layout_s)} of {ms(gap_s)} above the best plan; {ms(gap_s - layout_s)} are left ({CAUSES})"
 
 
 def _ranks(answer: Answer) -> Any:
@@ -214,6 +210,7 @@ def check_data(answer: Answer) -> dict[str, Any]:
         "predicted": asdict(plan.predicted) if plan else None,
         "not_predicted": answer.why_not,
         "layers": [list(stages) for stages in answer.layers],
+        "memory_bytes": answer.cluster.device.memory_bytes,
         "fits": answer.fits,
         "chance": answer.chance,
         "best": asdict(best.predicted) | {"layout": short_words(best)} if best else None,
@@ -229,4 +226,5 @@ def check_data(answer: Answer) -> dict[str, Any]:
             for c in answer.changes
         ],
         "measured_s": answer.measured_s,
+        "gap": dict(zip(("whole_s", "layout_s"), answer.gap, strict=True)) if answer.gap else None,
     }

@@ -28,11 +28,10 @@ class Assumption:
     unit: str
     source: str
 
-    @property
-    def text(self) -> str:
-        """The value in the unit that a reader sees: `989.4 TFLOP/s`."""
+    def words(self, value: float) -> str:
+        """A value of its unit as a reader sees it: `989.4 TFLOP/s`."""
         divisor, name = _UNITS[self.unit]
-        return f"{self.value / divisor:,.4g} {name}".rstrip()
+        return f"{value / divisor:,.4g} {name}".rstrip()
 
 
 def assumptions(cluster: Cluster) -> list[Assumption]:

@@ -170,9 +170,10 @@ def block_figure(graph: BlockGraph) -> Svg:
         left = (wide - len(nodes) * (_BOX_WIDE + _SPACE) + _SPACE) / 2
         for place, node in enumerate(nodes):
             at[node.name] = (left + place * (_BOX_WIDE + _SPACE), 4 + row * _STEP, row)
+    ends = {row: max(x for x, _, other in at.values() if other == row) for _, _, row in at.values()}
     sides = 0
     for edge in graph.edges:
-        sides += _edge(figure, edge, at, sides)
+        sides += _edge(figure, edge, at, ends, sides)
     _labels(figure, graph, at)
     for node in graph.nodes:
         _node(figure, node, *at[node.name][:2])
@@ -195,9 +196,15 @@ def _node(figure: Svg, node: GraphNode, x: float, y: float) -> None:
 
 
 def _edge(
-    figure: Svg, edge: GraphEdge, at: Mapping[str, tuple[float, float, int]], sides: int
+    figure: Svg,
+    edge: GraphEdge,
+    at: Mapping[str, tuple[float, float, int]],
+    ends: Mapping[int, float],
+    sides: int,
 ) -> int:
-    """Draw an edge. Returns 1 if it goes round at the side, past other layers, otherwise 0."""
+    """Draw an edge. Returns 1 if it goes round at the side, past other layers, otherwise 0. `ends`
+    has the x of the last box of each row, past which such an edge must not run at its height.
+    """
     (x1, y1, row1), (x2, y2, row2) = at[edge.source], at[edge.target]
     start, end = (x1 + _BOX_WIDE / 2, y1 + _BOX_TALL), (x2 + _BOX_WIDE / 2, y2)
     words = ", ".join(edge.collectives)
@@ -209,12 +216,20 @@ def _edge(
             words or "no collective",
         )
         return 0
-    out = figure.width - 96 + 14 * (sides % 4)
-    figure.path(
-        f"M{x1 + _BOX_WIDE:.1f} {y1 + _BOX_TALL / 2:.1f}H{out:.1f}V{y2 + _BOX_TALL / 2:.1f}H{x2 + _BOX_WIDE:.1f}",
-        "flow",
-        words or "no collective",
+    lane = sides % 4
+    out, gap = figure.width - 96 + 14 * lane, 6 + 4 * lane
+    inset = _BOX_WIDE - 10 - 6 * lane
+    leave = (
+        f"M{x1 + _BOX_WIDE:.1f} {y1 + 3 + 3 * lane:.1f}"
+        if x1 == ends[row1]
+        else f"M{x1 + inset:.1f} {y1 + _BOX_TALL:.1f}v{gap}"
     )
+    arrive = (
+        f"V{y2 + 25 + 5 * lane:.1f}H{x2 + _BOX_WIDE:.1f}"
+        if x2 == ends[row2]
+        else f"V{y2 - gap:.1f}H{x2 + inset:.1f}V{y2:.1f}"
+    )
+    figure.path(f"{leave}H{out:.1f}{arrive}", "flow", words or "no collective")
     return 1
 
 

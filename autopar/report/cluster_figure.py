@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopar_cost_models import group_shape
+from autopar_cost_models import Topology, group_shape
 
-from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.mesh import AXES
+from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
+from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.plan import Plan
 from autopar.report.numbers import Number, Numbers
 from autopar.report.svg import Svg
@@ -37,18 +37,25 @@ class AxisPlace:
 
 def axis_places(plan: Plan, cluster: Cluster) -> list[AxisPlace]:
     """Where each axis with several ranks lies, innermost first. With several kinds of devices, pp
-    crosses from group to group, and the other axes are those of the first group in use.
+    crosses from group to group. Of the other axes, the place is that in the group with the lowest
+    rate.
     """
     mesh, found = plan.mesh, []
-    group = cluster.groups[mesh.groups[0]]
-    topology = group.topology
+    groups = [cluster.groups[number] for number in dict.fromkeys(mesh.groups)]
     for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
-        here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
-        rate = topology.intra.achieved_Bps if nodes == 1 else topology.group_inter_Bps(here) / here
-        if axis == "pp" and mesh.deal:
-            here, nodes, rate = 1, len(set(mesh.groups)), cluster.between.achieved_Bps  # type: ignore[union-attr]
-        found.append(AxisPlace(axis, mesh.size(axis), here, nodes, rate))
+        if axis == "pp" and isinstance(cluster, MixedCluster):
+            rate_Bps = cluster.between.achieved_Bps
+            found.append(AxisPlace(axis, mesh.pp, 1, len(groups), rate_Bps))
+        else:
+            places = (_place(mesh, axis, group.topology) for group in groups)
+            found.append(min(places, key=lambda place: place.rate_Bps))
     return found
+
+
+def _place(mesh: MeshShape, axis: str, topology: Topology) -> AxisPlace:
+    here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
+    rate_Bps = topology.intra.achieved_Bps if nodes == 1 else topology.group_inter_Bps(here) / here
+    return AxisPlace(axis, mesh.size(axis), here, nodes, rate_Bps)
 
 
 def cluster_figure(plan: Plan, cluster: Cluster, numbers: Numbers) -> Svg:
@@ -82,8 +89,7 @@ def _colour(axis: str) -> str:
 
 
 def _rate(numbers: Numbers, number: int) -> Number:
-    path = f"report.axes.{number}.rate_Bps"
-    return replace(numbers.count(path), text=f"{numbers.value(path) / 1e9:,.4g} GB/s")
+    return numbers.number(f"report.axes.{number}.rate_Bps", lambda rate: f"{rate / 1e9:,.4g} GB/s")
 
 
 def _group(figure: Svg, plan: Plan, group: ClusterSpec, first: int, used: int, y: float) -> float:
@@ -127,7 +133,10 @@ def _node(
 ) -> None:
     x, y, wide = box
     figure.rect(x, y, wide, 96, "box")
-    figure.text(x + 6, y + 13, f"node {node}", "small")
+    mesh = plan.mesh
+    stages = sorted({mesh.coordinate(first + device, "pp") for device in range(devices)})
+    ends = "-".join(map(str, dict.fromkeys((stages[0], stages[-1]))))
+    figure.text(x + 6, y + 13, f"node {node}" + f", pp {ends}" * (mesh.pp > 1), "small")
     shown = list(range(devices)) if devices <= _MOST_DEVICES else [*range(15), devices - 1]
     columns = min(len(shown), 4 if wide < 300 else 8)
     rows = -(-len(shown) // columns)
@@ -135,16 +144,13 @@ def _node(
     for place, device in enumerate(shown):
         rank = first + device
         at_x, at_y = x + 5 + (place % columns) * cell, y + 17 + (place // columns) * tall
-        mesh = plan.mesh
         own = [axis for axis in AXES if mesh.size(axis) > 1]
         words = " ".join(f"{axis}{mesh.coordinate(rank, axis)}" for axis in own)
         stage = mesh.coordinate(rank, "pp")
         figure.rect(
             at_x + 1, at_y + 1, cell - 2, tall - 2, _shade(stage, mesh.pp), f"rank {rank}: {words}"
         )
-        stage_words = f" s{stage}" if mesh.pp > 1 and cell > 56 else ""
-        short = f"{rank}{stage_words}"
-        figure.text(at_x + cell / 2, at_y + tall / 2 + 3.5, short, "small", "middle")
+        figure.text(at_x + cell / 2, at_y + tall / 2 + 3.5, str(rank), "small", "middle")
 
 
 def _shade(stage: int, ranks: int) -> str:

@@ -11,16 +11,16 @@ _DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "off", "schedule":
 
 
 def command_line(plan: Plan, model: str, cluster: str, seq: int | None = None) -> str:
-    """The command `autopar explain` for a plan, with a pin for each choice that has one. `model` and
-    `cluster` are texts as a user writes them. `seq` are tokens of a sequence (None: the model's own
-    length).
+    """The command `autopar explain` for a plan, in three lines, with a pin for each choice that has
+    one. `model` and `cluster` are texts as a user writes them. `seq` are tokens of a sequence
+    (None: the model's own length).
 
     Layers of each stage, and a mix of recompute modes, are no pins: the command finds them again.
     """
-    words = ["autopar explain", quote(model), quote(cluster), f"--global-batch {plan.global_batch}"]
-    words += [f"--seq {seq}"] if seq is not None else []
-    words.append(f"--precision {plan.precision}")
-    return " ".join([*words, f"--pin {pins_text(plan)}"])
+    size = f"--global-batch {plan.global_batch}" + (f" --seq {seq}" if seq is not None else "")
+    size += f" --precision {plan.precision}" + " --runnable" * plan.made_for.runnable
+    lines = [f"autopar explain {quote(model)} {quote(cluster)}", size]
+    return " \\\n    ".join([*lines, f"--pin {pins_text(plan)}"])
 
 
 def pins_text(plan: Plan) -> str:

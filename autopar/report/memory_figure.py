@@ -53,9 +53,8 @@ def drawn_ranks(timeline: Timeline) -> list[int]:
     """The pipeline ranks that are drawn: of more than 12, evenly spread ones and the fullest."""
     if timeline.ranks <= _MOST:
         return list(range(timeline.ranks))
-    fullest = max(range(timeline.ranks), key=lambda r: timeline.memory[r].peak_bytes)
     step = -(-timeline.ranks // (_MOST - 2))
-    return sorted({*range(0, timeline.ranks, step), timeline.ranks - 1, fullest})
+    return sorted({*range(0, timeline.ranks, step), timeline.ranks - 1, timeline.fullest})
 
 
 def _chart(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -33,41 +33,48 @@ class Number:
 
 
 class Numbers:
-    """Makes the numbers of a page from data: each is looked up at its path."""
+    """Makes the numbers of a page from data: each is looked up at its path. `under` is the path of
+    the part of the data where all paths begin; '' is the whole.
+    """
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = data
+    def __init__(self, data: Any, under: str = "") -> None:
+        self.data, self.under = data, under
 
     def value(self, path: str) -> Any:
         """What the data has at a path of keys and indices. Raises KeyError or IndexError if there
         is nothing.
         """
         found: Any = self.data
-        for key in path.split("."):
+        for key in self._whole(path).split("."):
             found = found[int(key)] if isinstance(found, (list, tuple)) else found[key]
         return found
 
+    def number(self, path: str, words: Callable[[Any], str]) -> Number:
+        """The number at a path, as `words` writes it."""
+        value = self.value(path)
+        return Number(words(value), value, self._whole(path))
+
+    def _whole(self, path: str) -> str:
+        return f"{self.under}.{path}" if self.under else path
+
     def ms(self, path: str) -> Number:
         """Seconds, as milliseconds or seconds."""
-        seconds = self.value(path)
-        return Number(f"{seconds:.4g} s" if seconds >= 10 else ms(seconds), seconds, path)
+        return self.number(path, lambda s: f"{s:.4g} s" if s >= 10 else ms(s))
 
     def gib(self, path: str) -> Number:
         """Bytes, as GiB."""
-        return Number(gib(self.value(path)), self.value(path), path)
+        return self.number(path, gib)
 
     def percent(self, path: str) -> Number:
         """A fraction, as percent."""
-        return Number(percent(self.value(path)), self.value(path), path)
+        return self.number(path, percent)
 
     def count(self, path: str) -> Number:
         """A number as it is, with commas, and without decimals from 100 on."""
-        value = self.value(path)
-        text = (
-            f"{value:,}"
-            if isinstance(value, int)
-            else f"{value:,.0f}"
-            if value >= 100
-            else f"{value:.4g}"
-        )
-        return Number(text, value, path)
+        return self.number(path, _count)
+
+
+def _count(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"

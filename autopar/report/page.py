@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from autopar.errors import AutoparError
+from autopar.files import made_folder, path_of, write_text
 from autopar.report.numbers import Number
 from autopar.report.svg import Svg, patterns, styles
 
@@ -48,17 +51,64 @@ class Section:
     note: Words = ""
 
 
-def render(title: str, sections: Sequence[Section], foot: Words = "") -> str:
-    """The page as text of an HTML file."""
-    read = {name: (_TEMPLATES / name).read_text() for name in ("report.css", "report.js")}
-    return _template().render(
-        title=title,
-        sections=sections,
-        foot=foot,
-        css=styles() + read["report.css"],
-        js=read["report.js"],
-        patterns=patterns(),
-    )
+@dataclass(frozen=True)
+class Page:
+    """A page, which is saved, shown in a notebook, and drawn as files.
+
+    Attributes:
+        title: its title.
+        data: plain data in which each of its numbers has its path, as `--json` prints it.
+        sections: its sections, in order.
+        version: the version of the cost model that predicted its numbers.
+        command: the command whose `--json` prints the data.
+    """
+
+    title: str
+    data: Any
+    sections: Sequence[Section]
+    version: str
+    command: str
+
+    def html(self) -> str:
+        """One HTML text that needs nothing else."""
+        read = {name: (_TEMPLATES / name).read_text() for name in ("report.css", "report.js")}
+        return _template().render(
+            title=self.title,
+            sections=self.sections,
+            foot=f"autopar, cost model {self.version}. Times and memory are predictions. "
+            f"Every number of this page is in the output of {self.command} --json --html.",
+            css=styles() + read["report.css"],
+            js=read["report.js"],
+            patterns=patterns(),
+        )
+
+    def framed(self) -> str:
+        """The page as notebooks show it, in a frame of its own."""
+        return (
+            f'<iframe srcdoc="{escape(self.html())}" style="width:100%;height:85vh;border:0"'
+            f' title="{escape(self.title)}"></iframe>'
+        )
+
+    @property
+    def figures(self) -> list[Svg]:
+        """The figures of its sections."""
+        return [section.figure for section in self.sections if section.figure is not None]
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to `path`; its name ends in .html. Raises AutoparError if that fails."""
+        if path_of(path, "report").suffix.lower() not in (".html", ".htm"):
+            raise AutoparError(f"the report {path} is a page: give it a name that ends in .html")
+        write_text(path, self.html(), "report")
+
+    def save_svgs(self, directory: str | Path) -> list[Path]:
+        """Write each figure to a file of the folder `directory`, which is made if it is missing.
+        Returns the paths. Raises AutoparError if that fails.
+        """
+        folder, found = made_folder(directory), []
+        for figure in self.figures:
+            found.append(folder / f"{figure.name}.svg")
+            write_text(found[-1], figure.standalone(), "figure")
+        return found
 
 
 @cache

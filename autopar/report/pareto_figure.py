@@ -1,96 +1,99 @@
-"""Draws time against memory of the candidates for which the search found a plan."""
+"""Draws points by two merits, of which less is better, with a line through the Pareto-optimal ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import log10
-from typing import Any
 
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
-from autopar.report.numbers import Numbers
+from autopar.report.numbers import Number, Numbers
 from autopar.report.svg import Svg
-from autopar.text.units import gib, ms
 
-_WIDE, _TALL, _LEFT, _BOTTOM = 720.0, 320.0, 70.0, 44.0
+_WIDE, _TALL, _LEFT, _BOTTOM = 720.0, 320.0, 78.0, 44.0
 _MOST_SLOWER = 4.0
 """Candidates that take more than this times the plan's step are not drawn."""
 
 
-def pareto_front(plan: Plan) -> list[int]:
-    """The indices of `certificate.meshes` that are Pareto-optimal in time and memory, fastest
-    first.
-    """
-    meshes = plan.certificate.meshes
-    found, least = [], float("inf")
-    for number in sorted(
-        _solved(plan), key=lambda k: (meshes[k]["time_s"], meshes[k]["memory_bytes"])
-    ):
-        if meshes[number]["memory_bytes"] < least:
-            least = meshes[number]["memory_bytes"]
-            found.append(number)
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A point of a drawing: its name, how far right and how high it is, and the words beside it."""
+
+    name: str
+    across: Number
+    up: Number
+    words: str = ""
+
+
+def front(spots: Sequence[Spot]) -> list[Spot]:
+    """The Pareto-optimal spots, from left to right."""
+    found, least = list[Spot](), float("inf")
+    for spot in sorted(spots, key=lambda spot: (spot.across.value, spot.up.value)):
+        if spot.up.value < least:
+            least = spot.up.value
+            found.append(spot)
     return found
 
 
-def pareto_figure(plan: Plan, numbers: Numbers) -> Svg:
-    """The drawing; candidates far slower than the plan are left out."""
-    meshes = plan.certificate.meshes
-    limit_s = plan.predicted.step_time_s * _MOST_SLOWER
-    shown = [k for k in _solved(plan) if meshes[k]["time_s"] <= limit_s]
-    front = [k for k in pareto_front(plan) if k in set(shown)]
-    figure = Svg("pareto", "Time against memory of candidates", _WIDE, _TALL)
-    times = [meshes[k]["time_s"] for k in shown]
-    sizes = [meshes[k]["memory_bytes"] for k in shown]
-    low, high = log10(min(times)), log10(max(times))
-    least, most = min(sizes), max(sizes)
+def candidates(plan: Plan, numbers: Numbers) -> list[Spot]:
+    """The candidates for which the search found a plan, by step time and memory. Those far slower
+    than the plan are left out.
+    """
+    limit_s = _MOST_SLOWER * plan.predicted.step_time_s
+    found = []
+    for number, entry in enumerate(plan.certificate.meshes):
+        solved = entry["outcome"] in ("solved", "chosen")
+        if not (solved and entry.get("time_s") and entry.get("memory_bytes")):
+            continue
+        if entry["time_s"] <= limit_s:
+            at = f"certificate.meshes.{number}"
+            found.append(
+                Spot(
+                    f"{mesh_words(entry['mesh'])}, micro-batch {entry['micro_batch']}",
+                    numbers.ms(f"{at}.time_s"),
+                    numbers.gib(f"{at}.memory_bytes"),
+                    "the plan" if entry["outcome"] == "chosen" else "",
+                )
+            )
+    return found
 
-    def place(number: int) -> tuple[float, float]:
-        across = (log10(meshes[number]["time_s"]) - low) / ((high - low) or 1.0)
-        up = (meshes[number]["memory_bytes"] - least) / ((most - least) or 1)
-        return _LEFT + 12 + across * (_WIDE - _LEFT - 40), _TALL - _BOTTOM - 14 - up * (
-            _TALL - _BOTTOM - 44
-        )
+
+def pareto_figure(title: str, spots: Sequence[Spot], across: str) -> Svg:
+    """The drawing. `across` says what the axis to the right is, which is logarithmic."""
+    figure = Svg("pareto", title, _WIDE, _TALL)
+    by_time = sorted(spots, key=lambda spot: spot.across.value)
+    by_size = sorted(spots, key=lambda spot: spot.up.value)
+    low, high = log10(by_time[0].across.value), log10(by_time[-1].across.value)
+    least, most = by_size[0].up.value, by_size[-1].up.value
+
+    def place(spot: Spot) -> tuple[float, float]:
+        right = (log10(spot.across.value) - low) / ((high - low) or 1.0)
+        up = (spot.up.value - least) / ((most - least) or 1)
+        x, y = _LEFT + 12 + right * (_WIDE - _LEFT - 40), _TALL - _BOTTOM - 14
+        return x, y - up * (_TALL - _BOTTOM - 44)
 
     figure.line(_LEFT, _TALL - _BOTTOM, _WIDE - 8, _TALL - _BOTTOM)
     figure.line(_LEFT, 12, _LEFT, _TALL - _BOTTOM)
-    by_time = sorted(shown, key=lambda number: meshes[number]["time_s"])
-    by_size = sorted(shown, key=lambda number: meshes[number]["memory_bytes"])
-    fastest, slowest, smallest, fullest = by_time[0], by_time[-1], by_size[0], by_size[-1]
-    figure.text(
-        _LEFT + 12, _TALL - 24, numbers.ms(f"certificate.meshes.{fastest}.time_s"), "soft", "middle"
-    )
-    figure.text(
-        _WIDE - 28, _TALL - 24, numbers.ms(f"certificate.meshes.{slowest}.time_s"), "soft", "end"
-    )
-    figure.text((_WIDE + _LEFT) / 2, _TALL - 8, "step time (logarithmic)", "soft", "middle")
-    for number in dict.fromkeys((smallest, fullest)):
-        figure.text(
-            _LEFT - 6,
-            place(number)[1] + 4,
-            numbers.gib(f"certificate.meshes.{number}.memory_bytes"),
-            "soft",
-            "end",
-        )
-    points = [place(number) for number in front]
+    figure.text(_LEFT + 12, _TALL - 24, by_time[0].across, "soft")
+    figure.text(_WIDE - 28, _TALL - 24, by_time[-1].across, "soft", "end")
+    figure.text((_WIDE + _LEFT) / 2, _TALL - 8, f"{across} (logarithmic)", "soft", "middle")
+    for spot in by_size[:1] if most == least else (by_size[0], by_size[-1]):
+        figure.text(_LEFT - 6, place(spot)[1] + 4, spot.up, "soft", "end")
+    points = map(place, front(spots))
     figure.path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), "flow")
-    for number in shown:
-        x, y = place(number)
-        chosen = meshes[number]["outcome"] == "chosen"
-        cls, size = ("chosen", 5.0) if chosen else ("dot", 3.0)
-        figure.rect(x - size, y - size, 2 * size, 2 * size, cls, _words(meshes[number]))
-        if chosen:
-            figure.text(x + 9, y - 7, "the plan", "strong")
+    for spot in sorted(spots, key=lambda spot: bool(spot.words)):
+        x, y = place(spot)
+        cls, size = ("chosen", 5.0) if spot.words else ("dot", 3.0)
+        named = f"{spot.name}: {spot.across}, {spot.up}"
+        figure.rect(x - size, y - size, 2 * size, 2 * size, cls, named)
+        if spot.words:
+            near_end = x > _WIDE - 120
+            figure.text(
+                x + (-9 if near_end else 9),
+                y - 7,
+                spot.words,
+                "strong",
+                "end" * near_end or "start",
+            )
     return figure
-
-
-def _solved(plan: Plan) -> list[int]:
-    return [
-        number
-        for number, entry in enumerate(plan.certificate.meshes)
-        if entry["outcome"] in ("solved", "chosen")
-        and entry.get("time_s")
-        and entry.get("memory_bytes")
-    ]
-
-
-def _words(entry: dict[str, Any]) -> str:
-    return f"{mesh_words(entry['mesh'])}, micro-batch {entry['micro_batch']}: {ms(entry['time_s'])}, {gib(entry['memory_bytes'])}"

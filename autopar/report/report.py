@@ -13,7 +13,6 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.explaining.lints import Finding
 from autopar.explaining.plan_report import BlockCounts, explain, plan_data
-from autopar.files import made_folder, path_of, write_text
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.report.assumptions import assumptions
@@ -21,12 +20,12 @@ from autopar.report.block_graph import BlockGraph
 from autopar.report.chrome_trace import write_trace
 from autopar.report.cluster_figure import axis_places
 from autopar.report.numbers import Numbers
-from autopar.report.page import render
+from autopar.report.page import Page, Section
 from autopar.report.sections import PlanPage
 from autopar.report.svg import Svg
 from autopar.report.timeline import Timeline
 from autopar.report.waterfall import waterfall
-from autopar.text.device_words import groups_by_rank
+from autopar.text.device_words import fullest_rank
 from autopar.text.measured import evidence
 from autopar.text.plan_words import dollars_per_million_tokens
 
@@ -63,17 +62,7 @@ class Report:
         return text in str(self)
 
     def _repr_html_(self) -> str:
-        """The page as notebooks show it, in a frame of its own."""
-        from html import escape
-
-        return (
-            f'<iframe srcdoc="{escape(self.html())}" style="width:100%;height:85vh;border:0"'
-            f' title="{escape(self._title)}"></iframe>'
-        )
-
-    @property
-    def _title(self) -> str:
-        return f"{self.plan.model_name} on {self.plan.cluster_name}"
+        return self.page.framed()
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -83,35 +72,38 @@ class Report:
         lints = [asdict(finding) for finding in self.findings]
         return plan_data(self.plan) | {"lints": lints, "report": derived(self)}
 
-    @cached_property
-    def _page(self) -> PlanPage:
+    def sections(self, numbers: Numbers) -> list[Section]:
+        """The sections of its page; `numbers` looks up `data`."""
         return PlanPage(
-            self.plan, self.cluster, self.timeline, self.graph, self.command, Numbers(self.data)
+            self.plan, self.cluster, self.timeline, self.graph, self.command, numbers
+        ).sections()
+
+    @cached_property
+    def page(self) -> Page:
+        """The page."""
+        return Page(
+            f"{self.plan.model_name} on {self.plan.cluster_name}",
+            self.data,
+            self.sections(Numbers(self.data)),
+            self.plan.cost_model_version,
+            "explain",
         )
 
     def html(self) -> str:
         """The page: one HTML text that needs nothing else."""
-        return render(self._title, self._page.sections(), self._page.foot())
+        return self.page.html()
 
     def svgs(self) -> list[Svg]:
         """The figures of the page."""
-        return [section.figure for section in self._page.sections() if section.figure is not None]
+        return self.page.figures
 
     def save(self, path: str | Path) -> None:
-        """Write the page to `path`; its name ends in .html. Raises AutoparError if that fails."""
-        if path_of(path, "report").suffix.lower() not in (".html", ".htm"):
-            raise AutoparError(f"the report {path} is a page: give it a name that ends in .html")
-        write_text(path, self.html(), "report")
+        """As `Page.save`."""
+        self.page.save(path)
 
     def save_svgs(self, directory: str | Path) -> list[Path]:
-        """Write each figure to a file of the folder `directory`, which is made if it is missing.
-        Returns the paths. Raises AutoparError if that fails.
-        """
-        folder, found = made_folder(directory), []
-        for figure in self.svgs():
-            found.append(folder / f"{figure.name}.svg")
-            write_text(found[-1], figure.standalone(), "figure")
-        return found
+        """As `Page.save_svgs`."""
+        return self.page.save_svgs(directory)
 
     def save_trace(self, path: str | Path, every_rank: bool = False) -> int:
         """Write the simulated step as a Chrome trace, compressed if the name ends in .gz, with a
@@ -143,11 +135,8 @@ def derived(report: Report) -> dict[str, Any]:
     if cluster is not None:
         places = axis_places(plan, cluster)
         found["axes"] = [asdict(place) for place in places]
-        limits = [group.device.memory_bytes for group in groups_by_rank(plan, cluster)]
-        peaks = plan.predicted.peak_memory_bytes
-        rank = max(range(len(peaks)), key=lambda r: peaks[r] / limits[r])
-        found |= {"fullest_rank": rank, "limit_bytes": limits[rank]}
-        found["full_share"] = peaks[rank] / limits[rank]
+        peak, limit = fullest_rank(plan, cluster)
+        found["full_share"] = peak / limit
         found["dollars"] = dollars_per_million_tokens(plan, cluster)
         if known := evidence(plan, cluster.groups[0].device.name):
             found["accuracy"] = asdict(known)

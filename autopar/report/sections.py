@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.explaining.plan_report import outcome_counts
+from autopar.explaining.plan_report import outcome_counts, runnable_words
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
@@ -16,7 +16,7 @@ from autopar.report.cluster_figure import cluster_figure
 from autopar.report.memory_figure import drawn_ranks, memory_figure
 from autopar.report.numbers import Number, Numbers
 from autopar.report.page import Section, Table, Words
-from autopar.report.pareto_figure import pareto_figure, pareto_front
+from autopar.report.pareto_figure import candidates, front, pareto_figure
 from autopar.report.timeline import Timeline
 from autopar.report.timeline_figure import shown_rows, timeline_figure
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall, waterfall_figure
@@ -59,18 +59,11 @@ class PlanPage:
         )
         return [section for maker in makers if (section := maker()) is not None]
 
-    def foot(self) -> Words:
-        """The last line of the page."""
-        return (
-            f"autopar, cost model {self.plan.cost_model_version}. Times and memory are predictions. "
-            "Every number of this page is in the output of explain --json --html."
-        )
-
     def verdict(self) -> Section:
         """The plan in a sentence, what is proved, and how far such predictions were off."""
         n, plan = self.numbers, self.plan
         proof = _PROOFS.get(plan.certificate.status, plan.certificate.status)
-        gap = Number(gap_words(plan.certificate.gap), plan.certificate.gap, "certificate.gap")
+        gap = n.number("certificate.gap", gap_words)
         lead: list[str | Number] = [
             f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
             n.ms("predicted.step_time_s"), ", ", n.count("predicted.tokens_per_s"),
@@ -82,18 +75,17 @@ class PlanPage:
                 n.percent("report.full_share"),
                 " of its memory. ",
             ]
-        lead += [f"The plan is {proof} (gap ", gap, "). ", *self._sure()]
+        rest = ", and nothing is proved about the others" if plan.certificate.bound_s <= 0 else ""
+        lead += [f"The plan is {proof} (gap ", gap, f"){rest}. ", *self._sure()]
         items: list[Words] = [self._bound_by()]
         if note := staleness(plan):
             items.append(f"This plan was {note}.")
-        if plan.runnable:
-            items.append(f"The engine cannot run this plan yet: it lacks {plan.runnable}.")
         return Section("verdict", "Verdict", lead, items=[item for item in items if item])
 
     def _sure(self) -> list[str | Number]:
         """How far predictions like this one were off, and the nearest published run, if known."""
         n = self.numbers
-        known = n.data["report"].get("accuracy")
+        known = n.value("report").get("accuracy")
         if known is None:
             return ["No published run tells how good such predictions are."]
         return [
@@ -127,27 +119,38 @@ class PlanPage:
 
     def run_it(self) -> Section:
         """What to copy to get and run this plan."""
-        lines = [self.command + " --save plan.json"] if self.command else []
-        lines += [
-            "",
-            "# in the training script, on every rank under torchrun",
-            'plan = autopar.Plan.load("plan.json")',
-            f'engine = autopar.parallelize(model, "{self.plan.cluster_name}", batch, plan=plan)',
-        ]
-        words = "These lines run the saved plan."
-        if self.command:
-            words = "The first line makes this plan again and saves it; the others run it."
+        plan = self.plan
+        lines = [f"{self.command} \\\n    --save plan.json"] if self.command else []
+        words = "The command makes this plan again and saves it. " if self.command else ""
+        if plan.runnable:
+            words += runnable_words(plan)
+        else:
+            words += (
+                "The other lines run it." if self.command else "These lines run the saved plan."
+            )
+            lines += [
+                "",
+                "# in the training script, on every rank under torchrun",
+                'plan = autopar.Plan.load("plan.json")',
+                f'engine = autopar.parallelize(model, "{plan.cluster_name}", batch, plan=plan)',
+            ]
         return Section("run", "Run it", words, code="\n".join(lines).strip())
 
     def placement(self) -> Section | None:
         """The cluster with the plan's ranks."""
         if self.cluster is None:
             return None
-        n = self.numbers
+        n, mesh = self.numbers, self.plan.mesh
         lead: list[str | Number] = [
-            "The mesh has ", n.count("report.devices"), " ranks: ", mesh_words(self.plan.mesh.as_dict()),
+            "The mesh has ", n.count("report.devices"), " ranks: ", mesh_words(mesh.as_dict()),
             ". A rate is what one device has on the slowest link that its axis crosses.",
         ]  # fmt: skip
+        if mesh.ep > 1:
+            lead.append(
+                f" Of the {mesh.dp} ranks of dp, groups of ep={mesh.ep} share out the experts; the row of dp counts these groups."
+            )
+        if mesh.pp > 1:
+            lead.append(" Tiles of one colour are on one pipeline rank (pp).")
         return Section("cluster", "The cluster", lead, cluster_figure(self.plan, self.cluster, n))
 
     def steps(self) -> Section | None:
@@ -185,10 +188,7 @@ class PlanPage:
         lead: list[str | Number] = [
             "What a device holds during the step; the triangle marks its peak. "
         ]
-        rank = max(
-            range(timeline.ranks),
-            key=lambda r: timeline.memory[r].peak_bytes / timeline.memory[r].limit_bytes,
-        )
+        rank = timeline.fullest
         if timeline.ranks > 1:
             lead.append(f"Rank {rank} of the pipeline is fullest: ")
         lead += [n.gib(f"report.ranks.{rank}.peak_bytes"), " of ", n.gib(f"report.ranks.{rank}.limit_bytes"),
@@ -221,7 +221,7 @@ class PlanPage:
             rows.append(
                 [str(rank), *row, n.gib(f"{at}.peak_bytes"), n.gib(f"{at}.predicted_bytes")]
             )
-        return Table(("rank", *parts, "peak", "plan"), rows[:4], tuple(range(1, 9)), rows[4:])
+        return Table(("rank", *parts, "peak", "the plan's"), rows[:4], tuple(range(1, 9)), rows[4:])
 
     def where_it_goes(self) -> Section:
         """The waterfall from ideal compute to the step."""
@@ -264,18 +264,18 @@ class PlanPage:
 
     def runners_up(self) -> Section:
         """The next candidates, each with why it lost."""
-        meshes, solve_s = self.plan.certificate.meshes, self.plan.certificate.solve_time_s
+        meshes = self.plan.certificate.meshes
         order = sorted(
             lost(meshes),
             key=lambda number: (meshes[number]["outcome"] != "solved", _least_s(meshes[number])),
         )
         rows = [self._runner_up(number) for number in order[:_MOST_LOST]]
         counts = outcome_counts(self.plan.certificate)
-        said = ", ".join(f"{count} {name}" for name, count in counts.items())
+        said = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         lead: list[str | Number] = [
-            f"{len(meshes)} candidates were considered ({said}). ",
+            f"{len(meshes):,} candidates were considered ({said}). ",
             "The search took ",
-            Number(f"{solve_s:.3g} s", solve_s, "certificate.solve_time_s"),
+            self.numbers.number("certificate.solve_time_s", lambda s: f"{s:.3g} s"),
             ".",
         ]
         columns = (
@@ -310,22 +310,21 @@ class PlanPage:
 
     def pareto(self) -> Section | None:
         """Time against memory of all solved candidates."""
-        front = pareto_front(self.plan)
-        if len(front) < 2:
+        spots = candidates(self.plan, self.numbers)
+        if len(front(spots)) < 2:
             return None
         lead = (
             "Time and memory of the best placement of each solved candidate. No other one is at least as good in both as those on the line."
             " All use every device, so that cost grows with time."
         )
-        return Section(
-            "pareto", "Time against memory", lead, pareto_figure(self.plan, self.numbers)
-        )
+        figure = pareto_figure("Time against memory of candidates", spots, "step time")
+        return Section("pareto", "Time against memory", lead, figure)
 
     def lints(self) -> Section:
         """Warnings and notes."""
         found = [
             [f"{finding['lint']}: {finding['text']}. {finding['remedy']}."]
-            for finding in self.numbers.data["lints"]
+            for finding in self.numbers.value("lints")
         ]
         items = [*found, *self.plan.notes]
         lead = "What may be changed, with what it would take." if found else "Nothing to warn of."
@@ -335,9 +334,9 @@ class PlanPage:
         """What predictions rest on, with sources."""
         n = self.numbers
         rows = []
-        for number, of in enumerate(n.data["report"].get("assumptions", ())):
-            path, text = f"report.assumptions.{number}.value", Assumption(**of).text
-            rows.append((of["what"], Number(text, of["value"], path), of["source"]))
+        for place, of in enumerate(n.value("report").get("assumptions", ())):
+            value = n.number(f"report.assumptions.{place}.value", Assumption(**of).words)
+            rows.append((of["what"], value, of["source"]))
         lead = "What the predictions rest on. Rates are figures of data sheets times what training reaches of them."
         table = Table(("what", "value", "source"), rows[:8], (1,), rows[8:])
         return Section(
@@ -380,12 +379,10 @@ def why_lost(plan: Plan, entry: dict) -> str:
     slower = _least_s(entry) / plan.predicted.step_time_s - 1
     if entry["outcome"] == "solved":
         return (
-            f"{100 * slower:.2g} % slower"
-            if slower > 5e-4
-            else "as fast; the other was found first"
+            f"{gap_words(slower)} slower" if slower > 5e-4 else "as fast; the other was found first"
         )
     if entry["outcome"] == "pruned":
         if slower <= 0:
-            return "proved to be no faster than the plan"
-        return f"none of its placements is less than {100 * slower:.2g} % slower"
+            return f"none of its placements is more than {gap_words(-slower)} faster"
+        return f"none of its placements is less than {gap_words(slower)} slower"
     return entry["reason"]

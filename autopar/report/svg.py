@@ -99,7 +99,7 @@ class Svg:
         """Squares of the classes with words beside them, in rows. Returns the y below them."""
         at = x
         for cls, words in entries:
-            wide = 22 + 6.6 * len(words)
+            wide = 24 + 7.1 * len(words)
             if at + wide > self.width - 8 and at > x:
                 at, y = x, y + 18
             self.rect(at, y, 12, 12, cls)
@@ -144,7 +144,8 @@ def styles() -> str:
         "svg text.strong{font-weight:600}.ink,.strong{fill:var(--ink)}.soft,.small{fill:var(--soft)}"
         ".page{fill:var(--page)}.box{fill:var(--box);stroke:var(--line)}.bad{fill:var(--bad)}"
         ".line{stroke:var(--line);fill:none}.limit{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:5 3;fill:none}"
-        ".coll{fill:var(--c-p2p)}svg text.coll{font-size:11px}.flow{stroke:var(--soft);stroke-width:1.3;fill:none}"
+        ".coll{fill:var(--c-p2p);paint-order:stroke;stroke:var(--page);stroke-width:3px}"
+        "svg text.coll{font-size:11px}.flow{stroke:var(--soft);stroke-width:1.3;fill:none}"
         ".dot{fill:var(--c-backward)}.chosen{fill:var(--c-p2p)}"
     )
     return "".join(rules)

@@ -163,6 +163,12 @@ class Timeline:
             key=lambda rank: fsum(s.seconds for s in self.lines[rank] if s.stage >= 0),
         )
 
+    @cached_property
+    def fullest(self) -> int:
+        """The pipeline rank that uses the largest fraction of its memory in the simulated step."""
+        shares = [memory.peak_bytes / memory.limit_bytes for memory in self.memory]
+        return shares.index(max(shares))
+
     def parts_of(self, rank: int, piece: Slice) -> tuple[Part, ...]:
         """What an interval of a rank consists of, in order."""
         if piece.kind == "update":

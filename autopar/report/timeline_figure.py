@@ -107,8 +107,7 @@ def bands(timeline: Timeline, rank: int, piece: Slice) -> list[tuple[str, float,
 def _row_words(timeline: Timeline, rank: int) -> str:
     if timeline.ranks == 1:
         return "each device"
-    several = any(s.stage >= timeline.ranks for s in timeline.lines[rank])
-    return f"rank {rank}" if several else f"stage {rank}"
+    return f"rank {rank}"
 
 
 def _fold_mark(figure: Svg, timeline: Timeline, scale: _Scale, bottom: float) -> None:

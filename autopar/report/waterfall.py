@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.plan import Plan
+from autopar.report.bars_figure import class_of
 from autopar.report.numbers import Numbers
 from autopar.report.svg import Svg
 from autopar.report.timeline import AXES, Timeline
@@ -56,15 +57,13 @@ def waterfall(plan: Plan, timeline: Timeline | None) -> list[Bar]:
 def _of_breakdown(plan: Plan, ideal_s: float) -> list[Bar]:
     parts = {name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds}
     work = [name for name in ("forward", "backward", "stages") if name in parts]
-    classes = {"recompute": "c-recompute", "conversion": "c-tp", "edge": "c-tp", "bubble": "c-idle",
-               "step": "c-dp"}  # fmt: skip
     slower_s = sum(parts[name] for name in work) - ideal_s
     words = "kernels below the peak rate, and what else stages do" if "stages" in parts else SLOWER
     return [
         Bar(IDEAL, ideal_s, "c-ideal"),
         Bar(words, slower_s, "c-slow"),
         *(
-            Bar(TIME_WORDS.get(name, name), seconds, classes.get(name, "c-fixed"))
+            Bar(TIME_WORDS.get(name, name), seconds, class_of(name))
             for name, seconds in parts.items()
             if name not in work
         ),

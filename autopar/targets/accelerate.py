@@ -15,7 +15,7 @@ _NEUTRAL = re.compile(
     r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"
     r"dynamo_config\..*|fsdp_config\.fsdp_(auto_wrap_policy|transformer_layer_cls_to_wrap|state_dict_type|sync_module_states|use_orig_params|"
     r"cpu_ram_efficient_loading|backward_prefetch.*|ignored_modules|min_num_params)|deepspeed_config\.(zero3_.*|deepspeed_multinode.*|"
-    r"deepspeed_hostfile|deepspeed_moe.*)|mpirun_config.*|commands?|command_file"
+    r"deepspeed_hostfile|deepspeed_moe.*)|mpirun_config.*|fp8_config\..*|commands?|command_file"
 )
 _TOP = frozenset(
     "compute_environment debug distributed_type mixed_precision use_cpu num_processes machine_rank num_machines gpu_ids main_process_ip "
@@ -36,7 +36,7 @@ def _reads(source: Source) -> bool:
 def read(source: Source) -> Job:
     """The job of an Accelerate configuration. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
-    args = Arguments(flat_texts(data))
+    args = Arguments(_with_deepspeed(flat_texts(data), source))
     if not {"distributed_type", "fsdp_config", "parallelism_config"} & set(data):
         raise AutoparError(f"no job: {source.name} has neither distributed_type nor fsdp_config")
     odd = sorted(set(data) - _TOP)
@@ -61,13 +61,37 @@ def read(source: Source) -> Job:
     )
 
 
+def _with_deepspeed(values: dict[str, str], source: Source) -> dict[str, str]:
+    """The values, with those of the file of DeepSpeed that they name, if it is beside."""
+    path = values.get("deepspeed_config.deepspeed_config_file", "")
+    if not path or (text := source.read_file(path)) is None:
+        return values
+    inner, of = flat_texts(read_mapping(text, path)), "deepspeed_config."
+    names = {
+        "zero_optimization.stage": "zero_stage",
+        "zero_optimization.offload_param.device": "offload_param_device",
+        "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+    }
+    found = {
+        of + name: inner[path] for path, name in names.items() if inner.get(path, "auto") != "auto"
+    }
+    precision = next(
+        (name for name in ("bf16", "fp16") if inner.get(f"{name}.enabled") == "True"), ""
+    )
+    found |= {"mixed_precision": precision} if precision else {}
+    return {k: v for k, v in values.items() if not k.endswith("deepspeed_config_file")} | found
+
+
 def _facts(args: Arguments) -> Facts:
     precision = args.text("mixed_precision") or "no"
     backend = args.text("dynamo_config.dynamo_backend") or "NO"
+    engine = (args.text("fp8_config.backend", "fp8_config.fp8_config_backend") or "").upper()
+    scaling = "delayed" if engine in ("TE", "MSAMP") else "tensorwise"
     names = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
     return Facts(
         names.get(precision, "fp32"),
-        "tensorwise" if precision == "fp8" else "",
+        scaling if precision == "fp8" else "",
         compile=backend.upper() != "NO",
     )
 
@@ -134,12 +158,11 @@ def _deepspeed(args: Arguments) -> Layout:
         args.text(f"{of}offload_param_device"),
         args.text(f"{of}offload_optimizer_device"),
     )
-    args.whole(f"{of}gradient_accumulation_steps")
     if path := args.text(f"{of}deepspeed_config_file"):
         args.find(
             "unknown",
-            f"the stage of ZeRO stands in {path}: give that file",
-            legal=(f"autopar check {path}",),
+            f"the stage of ZeRO stands in {path}, which is not beside the file",
+            legal=(f"put {path} beside it", f"autopar check {path}"),
         )
     offload = (
         "parameters"
@@ -151,6 +174,7 @@ def _deepspeed(args: Arguments) -> Layout:
     return Layout(
         tp=size["tp"],
         cp=size["cp"] * size["sp"],
+        accumulation=args.whole(f"{of}gradient_accumulation_steps") or 1,
         zero=args.whole(f"{of}zero_stage", least=0) or 0,
         offload=offload,
     )

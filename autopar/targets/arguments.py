@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import is_known, shown_value
+from autopar.targets.expansion import CLOSE, OPEN, is_known, shown_value
 from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
+_ADAPTERS = ("lora", "qlora", "adalora", "dora", "oft", "longlora")
+_OFF = ("false", "none", "null", "[]", "{}")
 _FALSE = ("false", "0", "no", "off", "none", "null")
 
 
@@ -105,14 +107,39 @@ class Arguments:
         )
 
     def rest(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
-        """The options that were not read and do not match `neutral`, as `name=value`."""
+        """The options that were not read, do not match `neutral` and are not off, as `name=value`."""
         left = [
-            name for name in self.values if name not in self.read and not neutral.fullmatch(name)
+            name
+            for name, value in self.values.items()
+            if name not in self.read and not neutral.fullmatch(name) and value.lower() not in _OFF
         ]
         return tuple(
             f"{name}={shown_value(self.values[name])[:60]}" if self.values[name] else name
             for name in left
         )
+
+
+def find_adapters(args: Arguments) -> None:
+    """Adds a finding if only low-rank adapters are trained."""
+    kind = args.text("finetuning_type", "tuner_type", "train_type", "adapter") or ""
+    used = kind.lower() in _ADAPTERS or args.flag("use_peft", "use_lora") or args.text("lora_dim")
+    if used:
+        args.find(
+            "unknown",
+            "only low-rank adapters are trained: priced as if all parameters were",
+            legal=("plan the model with its adapters: autopar explain module:function",),
+        )
+
+
+def may_be_options(word: str) -> bool:
+    """Whether a word is a value that is not known and whose name promises options, such as
+    `$EXTRA_ARGS`.
+    """
+    inner = re.fullmatch(f"{OPEN}([^{CLOSE}]*){CLOSE}", word)
+    return (
+        inner is not None
+        and re.match(r"\W*\w*(arg|opt|flag|param|cmd)", inner[1], re.I) is not None
+    )
 
 
 def options_of(words: Iterable[str]) -> dict[str, str]:
@@ -123,13 +150,15 @@ def options_of(words: Iterable[str]) -> dict[str, str]:
     name = ""
     for word in words:
         option = re.match(r"--?([A-Za-z][\w.-]*)(?:=(.*))?$", word, re.DOTALL)
-        if option:
+        if re.fullmatch(r"-[A-Za-z]", word):  # of the interpreter or of srun
+            name = ""
+        elif option:
             name = option[1].replace("-", "_")
             found[name] = option[2] or ""
             name = "" if option[2] is not None else name
         elif word.endswith(".py"):  # the program behind the launcher's options
             name = ""
-        elif name:
+        elif name and not may_be_options(word):
             found[name] = f"{found[name]} {word}".strip()
     return found
 

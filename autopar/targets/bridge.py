@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
-from autopar.targets.megatron_read import job_of, read_megatron
+from autopar.targets.megatron_read import job_of, read_megatron, stages_for
 from autopar.targets.megatron_rules import refusals, restriction
 from autopar.targets.megatron_write import flags_of as megatron_flags
 from autopar.targets.shell import read_script
@@ -62,6 +62,8 @@ _SAID = {
 
 
 def _reads(source: Source) -> bool:
+    if source.name.endswith(".py"):
+        return "tensor_model_parallel_size" in source.text
     paths = re.findall(r"(?<![\w.])\+{0,2}(model|train|ddp)\.\w+\s*=", source.text)
     blocks = re.findall(r"^(model|train|ddp|comm_overlap):", source.text, re.MULTILINE)
     return ("tensor_model_parallel_size" in source.text) and (
@@ -73,7 +75,7 @@ def read(source: Source) -> Job:
     """The job of overrides in a script, or of the YAML of a recipe. Raises AutoparError if there is
     none.
     """
-    if source.name.endswith((".yaml", ".yml")):
+    if source.name.endswith((".yaml", ".yml", ".py")):
         job = read_megatron(source)
         bf16 = {"bf16", "fp16"}.isdisjoint(job.flags)
         return _of_recipe(job, "bf16" if bf16 else job.facts.precision)
@@ -166,5 +168,6 @@ BRIDGE = Target(
     ("megatron-bridge", "nemo"),
     sharding="dist_optimizer",
     overlaps=True,
+    stages=stages_for,
 )
 """Megatron-Bridge and NeMo."""

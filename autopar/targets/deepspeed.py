@@ -21,10 +21,10 @@ _STEPS = "gradient_accumulation_steps"
 _NEUTRAL = re.compile(
     r"optimizer\..*|scheduler\..*|gradient_clipping|steps_per_print|wall_clock_breakdown|dump_state|tensorboard\..*|wandb\..*|csv_monitor\..*|"
     r"(fp16|bf16)\..*|zero_optimization\.(contiguous_gradients|round_robin.*|reduce_scatter|allgather_partitions|.*bucket_size|stage3_.*|"
-    r"sub_group_size|ignore_unused_parameters|load_from_fp32.*|elastic_checkpoint|offload_(optimizer|param)\.(pin_memory|fast_init|buffer.*|"
+    r"sub_group_size|ignore_unused_parameters|load_from_fp32.*|elastic_checkpoint|max_(live_parameters|reuse_distance)|gather_16bit_weights_on_model_save|offload_(optimizer|param)\.(pin_memory|fast_init|buffer.*|"
     r"max_in_cpu|pipeline.*))|zero_allow_untested_optimizer|flops_profiler\..*|comms_logger\..*|checkpoint\..*|memory_breakdown|"
     r"prescale_gradients|data_types\.grad_accum_dtype|communication_data_type|disable_allgather|zero_force_ds_cpu_optimizer|"
-    r"aio\..*|tensor_parallel\.(tp_overlap|.*_policy)"
+    r"aio\..*|_\w+|comms_config\..*|monitor_config\..*|seq_parallel_communication_data_type|tensor_parallel\.(tp_overlap|.*_policy)"
 )
 
 
@@ -53,6 +53,7 @@ def read(source: Source) -> Job:
         cp=args.whole("sequence_parallel_size") or 1,
         micro_batch=micro or 1,
         global_batch=batch,
+        accumulation=1 if batch else steps or 1,
         zero=args.whole(f"{Z}stage", least=0) or 0,
         offload=_offload(args),
         recompute=_recompute(args, data),
@@ -64,8 +65,6 @@ def read(source: Source) -> Job:
             "note",
             f"parameters are shared out over {group} ranks within a node: priced as over all",
         )
-    if batch is None and micro and steps:
-        args.find("note", f"the global batch is {micro} x {steps} x the data-parallel ranks")
     return args.job("deepspeed", _NEUTRAL, layout=layout, facts=_facts(args, data))
 
 

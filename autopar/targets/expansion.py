@@ -101,6 +101,8 @@ class Expansion:
     def _part(self, part: Part) -> tuple[str, ...]:
         if part.kind == "text":
             return (part.text,)
+        if part.kind == "place":
+            return (unknown(part.text),)
         if part.kind == "command":
             return (unknown(f"$({part.text.strip()[:60]})"),)
         if part.kind == "sum":

@@ -97,7 +97,9 @@ class Layout:
         vpp: stages of a pipeline rank.
         stages: layers of each stage, in the order of the model.  () means dealt evenly.
         micro_batch: sequences of a micro-batch on a data-parallel rank.
-        global_batch: sequences of a step.  None: one micro-batch for each data-parallel rank.
+        global_batch: sequences of a step.  None: `accumulation` micro-batches for each data-parallel
+            rank.
+        accumulation: micro-batches of a step on a data-parallel rank, if there is no `global_batch`.
         zero: the ZeRO stage.
         copies: groups of dp x cp ranks that each share out what ZeRO does, and so hold a copy of all.
         recompute: 'none', 'selective' (the attention core), 'op' or 'full'.
@@ -119,6 +121,7 @@ class Layout:
     stages: tuple[int, ...] = ()
     micro_batch: int = 1
     global_batch: int | None = None
+    accumulation: int = 1
     zero: int = 0
     copies: int = 1
     recompute: str = "none"
@@ -130,7 +133,18 @@ class Layout:
     group: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "ep", "vpp", "micro_batch", "dp", "etp", "global_batch"):
+        for name in (
+            "tp",
+            "pp",
+            "cp",
+            "ep",
+            "vpp",
+            "micro_batch",
+            "dp",
+            "etp",
+            "global_batch",
+            "accumulation",
+        ):
             value = getattr(self, name)
             if value is not None and not is_whole(value, 1, MOST):
                 raise AutoparError(f"{name}={shown(value)} must be a whole number >= 1")
@@ -145,7 +159,7 @@ class Layout:
 
     def batch_on(self, gpus: int) -> int:
         """The sequences of a step on `gpus` devices."""
-        return self.global_batch or self.micro_batch * self.dp_on(gpus)
+        return self.global_batch or self.micro_batch * self.accumulation * self.dp_on(gpus)
 
     def micro_batches_on(self, gpus: int) -> int:
         """The micro-batches of a step on `gpus` devices, rounded down."""

@@ -5,13 +5,20 @@ YAML (Megatron-Bridge, NeMo, ms-swift, verl).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import Arguments, flat, options_of, read_mapping
+from autopar.targets.arguments import Arguments, find_adapters, options_of, read_mapping
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
+from autopar.targets.megatron_mapping import (
+    filled_in,
+    options_by_name,
+    overrides_of,
+    recipe_options,
+)
+from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
 from autopar.targets.target import Source, vocabulary_of
 
@@ -46,7 +53,21 @@ NEUTRAL = re.compile(
     r"mtp_loss.*|sft.*|config|yaml_cfg|use_flash_attn|export|name|explicit_log_dir|exp_.*|seed_.*|barrier_with.*|deterministic_mode|"
     r"q_lora_rank|kv_lora_rank|qk_(head|pos_emb_head)_dim|v_head_dim|encoder_seq_length|decoder_.*|params_dtype|"
     r"accumulate_allreduce_grads_in_fp32|consumed.*|iteration|model_type|world_size|data_parallel_size|overlap_p2p_comm|"
-    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*"
+    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
+    r"data_(impl|prefix)|.*_dir|output_.*|dataset.*|split_dataset.*|num_train_epochs|epochs|max_(steps|epochs|padding|prompt|response|num_seqs).*|"
+    r".*_tokenizer.*|extra_vocab_size|(deepspeed|codecarbon|kill_switch|trigger|special_tokens)_.*|deepspeed|abort_on_.*|embed_layernorm|"
+    r"universal_.*|no_pipeline_parallel|DDP_impl|no_query_key.*|(no_)?persist_.*|bias|(bias|masked)_.*fusion|fp16_lm_.*|"
+    r"fp32_residual.*|ffn_dropout|native_amp.*|megatron_amp.*|mcore_gpt|optim_name|precision|pre_process|post_process|headscale|"
+    r"transformer_block_type|attention_type|openai_gelu|normalize_attention.*|use_(scaled_init|emha|flash_attention|kl|dynamic|fused).*|"
+    r"do_layer_norm.*|(sync|batch)_(batch|p2p)_comm|reduce_amax|gradient_as_bucket_view|grad_(div_ar|allreduce_chunk).*|onnx_safe|restore_.*|"
+    r"resume.*|gen_shape|get_attention_mask.*|mmap_.*|model(_name.*|_author)?|framework|template|stage|do_train|finetuning_type|learning_rate|"
+    r"(preprocessing|logging|stderr)_.*|work(_group|space)|user_name|description|defaults|auto_continue.*|disable_last_saving|create_wandb.*|"
+    r"moe_(router_force|eval_|min_|per_layer|loss_coeff).*|norm_(init|target).*|no_shared_fs|multiple_of|hidden_dim_.*|membind|keep_last|"
+    r"rampup_save.*|packing|intermediate_size|(adv|entropy|kl|clip|loss_agg|norm_adv|filter)_.*|path|truncation|n|return_raw.*|"
+    r"ppo_(mini|max|epochs).*|of_a_prompt|use_(mbridge|torch_compile)|.*_timeout|main_params_dtype|average_in_collective|pipeline_dtype|"
+    r"autocast.*|.*_dtype_for_.*|cuda_graph_warmup_steps|max_lr|(limit_)?(val|test)_.*|strategy|accelerator|accumulate_grad_batches|cuda_graph_scope|(max_read|max_write)_concurrency|"
+    r"chunk_size_MB|drop_layers|[A-Z_]+|qkv_bias|fp8_(hybrid|e4m3)|transformer_engine|gc_interval|fsdp_(sharding_strategy|grad_reduce_dtype)|"
+    r"cpu_offloading_(num_layers|activations|weights)|use_transformer_engine.*|layernorm_zero.*|add_non_thinking.*|lora_.*|target_modules|(preserve|fp8)_.*_(graph|history)"
 )
 """Options that change neither time nor memory as predicted here, or that need no price of their
 own. All others are listed as not priced.
@@ -55,7 +76,9 @@ own. All others are listed as not priced.
 
 def looks_like_megatron(source: Source) -> bool:
     """Whether at least two of Megatron's own options stand in the text."""
-    text = re.sub(r"[-_]+", "_", source.text)
+    read = re.findall(r"^\s*(?:source|\.)\s+(\S+)", source.text, re.MULTILINE)
+    texts = [source.read_file(name.strip("\"'").rpartition("/")[2]) for name in read]
+    text = re.sub(r"[-_]+", "_", "\n".join([source.text, *filter(None, texts)]))
     text = re.sub(r"(?<![A-Za-z0-9])_", "", text)
     return sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS) >= 2
 
@@ -72,6 +95,8 @@ def read_megatron(source: Source) -> Job:
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
         return _of_mapping(read_mapping(source.text, source.name))
+    if suffix == "py":
+        return _of_recipe(source)
     return _of_script(source)
 
 
@@ -80,24 +105,21 @@ def read_megatron(source: Source) -> Job:
 
 def _of_mapping(data: Mapping[str, object]) -> Job:
     """The job of nested mappings, each option by the last part of its path."""
-    values: dict[str, str] = {}
-    paths: dict[str, str] = {}
-    findings: list[Finding] = []
-    for path, value in flat(data).items():
-        name = re.sub(r"^[+-]*", "", path.rpartition(".")[2]).replace("-", "_")
-        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        if name in values and values[name] != text and name in _MARKS:
-            what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
-            findings.append(
-                Finding("contradiction", what, legal=("give a file with one of the blocks",))
-            )
-        if name not in values:
-            values[name], paths[name] = text, path
+    values, findings = options_by_name(data, _MARKS)
     known = [mark for mark in _MARKS if mark in values]
     if len(known) < 2:
         raise AutoparError("no job: the file has fewer than two options of Megatron-LM")
-    job = job_of(values)
-    return _with(job, findings)
+    return _with(job_of(filled_in(values)), findings)
+
+
+def _of_recipe(source: Source) -> Job:
+    """The job of a function that returns a recipe of NeMo or Megatron-Bridge."""
+
+    def fits(values: Mapping[str, str]) -> bool:
+        return any(re.search(r"tensor(_model)?_parallel(_size|ism)$", path) for path in values)
+
+    settings = settings_of(source.text, source.name, source.function, fits)
+    return _with(_of_mapping(recipe_options(settings.values)), list(settings.findings))
 
 
 def _with(job: Job, findings: list[Finding]) -> Job:
@@ -108,9 +130,20 @@ def _with(job: Job, findings: list[Finding]) -> Job:
 
 def _of_script(source: Source) -> Job:
     script = read_script(source.text, source.read_file)
-    best = max(range(len(script.commands)), key=lambda n: _marks(script.commands[n][0]), default=-1)
+    commands = (
+        []
+        if not script.commands
+        else [
+            n for n, (words, _) in enumerate(script.commands) if words[0] not in ("echo", "printf")
+        ]
+    )
+    best = max(commands, key=lambda n: _marks(script.commands[n][0]), default=-1)
     findings: list[Finding] = []
     if best < 0 or _marks(script.commands[best][0]) < 2:
+        for words, _ in script.commands:
+            paths = overrides_of(words)
+            if _marks(f"--{path.rpartition('.')[2]}" for path in paths) > 1:
+                return _of_mapping(paths)
         words = _from_variables(script)
         if _marks(words) < 2:
             missing = (
@@ -133,6 +166,7 @@ def _of_script(source: Source) -> Job:
         if (
             not is_known(word)
             and not word.startswith("--")
+            and not word.endswith(".py")
             and word == word.strip()
             and word not in options.values()
         ):
@@ -144,9 +178,22 @@ def _of_script(source: Source) -> Job:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
         if name in script.variables:
             options[f"env_{name}"] = script.text_of(name)
+    if {"sft", "pt", "rlhf"} & set(words[:3]) and "megatron" in words[0]:
+        options = filled_in({"packing": "false"} | options)  # of ms-swift
+    for name, variables in _PROCESSES.items():
+        places = [place for place in variables if place in script.variables]
+        if places and name not in options:
+            options[name] = script.text_of(places[0])
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
+
+
+_PROCESSES = {
+    "nproc_per_node": ("NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "nnodes": ("NNODES", "SLURM_NNODES"),
+}
+"""Variables that say the processes, where the launcher has no option for them."""
 
 
 def _matters(note: str) -> bool:
@@ -170,7 +217,7 @@ def _loose(word: str, options: Mapping[str, str]) -> list[Finding]:
     return [Finding("unknown", what, legal=("write its value in its place",))]
 
 
-def _marks(words: tuple[str, ...]) -> int:
+def _marks(words: Iterable[str]) -> int:
     names = {
         word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("-")
     }
@@ -218,7 +265,14 @@ def _joined_layout(script: Script, index: int, findings: list[Finding]) -> tuple
     return tuple(pieces)
 
 
-_SHORT = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "dp": "dp"}
+_DEGREES = {
+    "tp": "tensor_model",
+    "pp": "pipeline_model",
+    "cp": "context_parallel",
+    "ep": "expert_model",
+    "dp": "data_parallel",
+}
+"""How the options of degrees begin."""
 
 
 def _contradicting_names(text: str, script: Script, job: Job) -> list[Finding]:
@@ -227,7 +281,11 @@ def _contradicting_names(text: str, script: Script, job: Job) -> list[Finding]:
     """
     found: list[Finding] = []
     layout = job.layout
-    states = {name: getattr(layout, field) for name, field in _SHORT.items()}
+    open_options = [f.what.partition(" is ")[0] for f in job.findings if f.kind == "unknown"]
+    states = {
+        name: None if any(o.startswith(option) for o in open_options) else getattr(layout, name)
+        for name, option in _DEGREES.items()
+    }
     places = [(f"the value of {name}", v) for name, value in script.variables.items()
               for v in ([value] if isinstance(value, str) else value) if is_known(v)]  # fmt: skip
     places += [
@@ -254,12 +312,14 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
     layout = _layout(args, shape)
     facts = _facts(args, layout)
     gpus, per_node = _devices(args)
-    seq = args.whole("seq_length", "encoder_seq_length", "max_length", "seq_len")
-    if ramp := args.text("rampup_batch_size"):
-        args.find(
-            "note",
-            f"the batch grows at first (rampup_batch_size {ramp}): times are those of the full batch",
-        )
+    seq = args.whole("seq_length", "encoder_seq_length", "max_length", "seq_len", "cutoff_len")
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if ramp := args.text(name):
+            args.find(
+                "note",
+                f"the batch grows at first ({name} {ramp}): times are those of the full batch",
+            )
+    find_adapters(args)
     args.flag("disable_bias_linear")
     _unpriced_values(args)
     args.read.update(name for name in args.values if name.startswith("env_"))
@@ -274,11 +334,14 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
     layers, hidden = args.whole("num_layers") or 0, args.whole("hidden_size") or 0
     heads = args.whole("num_attention_heads") or 0
     grouped = args.flag("group_query_attention")
-    groups = args.whole("num_query_groups", least=0)
+    groups = args.whole("num_query_groups", "num_key_value_heads", "n_head_kv", least=0)
     # argparse: groups count only with the switch; YAML of Bridge has no switch
     counted = groups and (
-        grouped or (grouped is None and not resolved and "group_query_attention" not in args.values)
+        grouped
+        or "num_query_groups" not in args.values
+        or (grouped is None and not resolved and "group_query_attention" not in args.values)
     )
+    args.text("activation")
     gated = bool(args.flag("swiglu", "gated_linear_unit", "quick_geglu"))
     ffn = args.whole("ffn_hidden_size") or (
         int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
@@ -306,7 +369,9 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         mtp=args.whole("mtp_num_layers", least=0) or 0,
         gated=gated,
         tied=not untied if shared is None else shared,
-        positions={"learned_absolute": "learned", "none": "none"}.get(positions, "rope"),
+        positions={"learned_absolute": "learned", "none": "none", "alibi": "alibi"}.get(
+            positions, "rope"
+        ),
         latent=_latent(args),
     )
 
@@ -325,15 +390,14 @@ def _first_dense(args: Arguments) -> int:
     if text in (None, "", "1"):
         return 0
     pattern = re.sub(r"\s", "", str(text))
-    found = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?|\[((?:[01],?)+)\]", pattern)
-    if found is None:
+    sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
+    if sums is None:
         args.find(
             "note", f"moe_layer_freq {text}: which layers have experts is priced as if all had"
         )
         return 0
-    if found[1]:
-        return int(found[1])
-    bits = found[3].replace(",", "")
+    parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
+    bits = "".join(part.replace(",", "") * int(count or 1) for part, count in parts)
     dense = len(bits) - len(bits.lstrip("0"))
     if "0" in bits[dense:]:
         args.find(
@@ -344,8 +408,10 @@ def _first_dense(args: Arguments) -> int:
 
 
 def _vocabulary(args: Arguments) -> int:
-    size = args.whole("vocab_size") or args.whole("padded_vocab_size", "padded_vocab") or 0
-    model, kind = args.values.get("tokenizer_model", ""), args.values.get("tokenizer_type", "")
+    padded = args.whole("pad_vocab_size_to", "override_vocab_size")
+    size = padded or args.whole("vocab_size", "padded_vocab_size", "padded_vocab") or 0
+    model = args.values.get("tokenizer_model", args.values.get("vocab_file", ""))
+    kind = args.values.get("tokenizer_type", "")
     if size:
         return size
     known = vocabulary_of(model) or (50257 if kind.startswith("GPT2BPE") else 0)
@@ -360,7 +426,7 @@ def _layout(args: Arguments, shape: ModelShape) -> Layout:
     vpp, stages = _stages(args, shape, pp)
     recompute, recompute_layers = _recompute(args)
     dp = args.whole("data_parallel_size")
-    cp = args.whole("context_parallel_size") or 1
+    cp = args.whole("context_parallel_size", "ds_sequence_parallel_size") or 1
     group = (
         args.whole(
             "microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"
@@ -374,12 +440,18 @@ def _layout(args: Arguments, shape: ModelShape) -> Layout:
         pp=pp,
         cp=cp,
         dp=dp,
-        ep=args.whole("expert_model_parallel_size") or 1,
+        ep=args.whole("expert_model_parallel_size", "moe_expert_parallel_size") or 1,
         etp=args.whole("expert_tensor_parallel_size"),
         vpp=vpp,
         stages=stages,
-        micro_batch=args.whole("micro_batch_size") or 1,
+        micro_batch=args.whole(
+            "micro_batch_size", "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu"
+        )
+        or 1,
         global_batch=args.whole("global_batch_size"),
+        accumulation=args.whole("gradient_accumulation_steps") or 1
+        if "global_batch_size" not in args.values
+        else 1,
         zero=_zero(args),
         copies=args.whole("num_distributed_optimizer_instances") or 1,
         recompute=recompute,
@@ -401,8 +473,9 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     each = args.whole("num_layers_per_virtual_pipeline_stage")
     first = args.whole("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
     last = args.whole("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
-    embedding = bool(args.flag("account_for_embedding_in_pipeline_split"))
-    loss = bool(args.flag("account_for_loss_in_pipeline_split"))
+    both = "embedding" in (args.text("pp_partition_method") or "")  # of Megatron-DeepSpeed
+    embedding = both or bool(args.flag("account_for_embedding_in_pipeline_split"))
+    loss = both or bool(args.flag("account_for_loss_in_pipeline_split"))
     if layout:
         stages = stages_of(layout.strip("'\""))
         vpp = max(1, len(stages) // pp)
@@ -421,6 +494,11 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     return vpp, ()
 
 
+def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+    """As `_stages`, for a job whose layers are known now."""
+    return _stages(Arguments(job.flags), job.shape, job.layout.pp)
+
+
 def _zero(args: Arguments) -> int:
     """The ZeRO stage."""
     fsdp = args.flag("use_megatron_fsdp", "use_custom_fsdp")
@@ -434,6 +512,8 @@ def _zero(args: Arguments) -> int:
             )
         args.flag("use_distributed_optimizer")
         return STRATEGIES.get(strategy or "no_shard", 0)
+    if args.flag("deepspeed") and "zero_stage" in args.values:
+        return args.whole("zero_stage", least=0) or 0
     if args.flag("use_torch_fsdp2"):
         return 2 if args.flag("torch_fsdp2_no_reshard_after_forward") else 3
     return int(bool(args.flag("use_distributed_optimizer")))
@@ -441,10 +521,18 @@ def _zero(args: Arguments) -> int:
 
 def _recompute(args: Arguments) -> tuple[str, int]:
     """(recompute mode, layers of each stage that are computed again; 0 for all)."""
-    granularity = args.text("recompute_granularity")
+    granularity = args.text("recompute_granularity", "activations_checkpoint_granularity")
     if granularity is None and args.flag("recompute_activations"):
         granularity = "selective"
-    method, layers = args.text("recompute_method"), args.whole("recompute_num_layers")
+    method = args.text("recompute_method", "activations_checkpoint_method")
+    layers = args.whole("recompute_num_layers", "activations_checkpoint_num_layers", least=0)
+    # before 2022 a method was enough; Megatron-DeepSpeed has a switch
+    earlier = method and "recompute_method" not in args.values
+    if granularity is None and (earlier or args.flag("checkpoint_activations")):
+        granularity = "full"
+    args.flag("deepspeed_activation_checkpointing")
+    if granularity == "full" and method == "block" and layers == 0:
+        return "none", 0
     modules = (args.text("recompute_modules") or "").replace(",", " ").split()
     if granularity == "selective":
         more = [name for name in modules if name.strip("'\"[]") not in ("core_attn", "")]
@@ -486,7 +574,8 @@ def _offload(args: Arguments) -> str:
 
 def _facts(args: Arguments, layout: Layout) -> Facts:
     bf16, fp16 = args.flag("bf16"), args.flag("fp16")
-    fp8 = args.text("fp8_format", "fp8")
+    fp8 = args.text("fp8_format", "fp8") or ""
+    fp8 = "" if fp8.lower() in ("false", "none") else fp8
     recipe = args.text("fp8_recipe")
     narrow = args.flag("grad_reduce_in_bf16")
     wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")
@@ -496,6 +585,8 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
     )
     dropout = args.number("hidden_dropout")
     accumulates = args.flag("no_gradient_accumulation_fusion")
+    if args.flag("gradient_accumulation_fusion") is False:
+        accumulates = True
     overlaps = args.flag("overlap_grad_reduce")
     args.flag("overlap_param_gather")
     off = args.flag("no_overlap_p2p_communication")
@@ -507,7 +598,7 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
         else "fp16"
         if fp16
         else "fp32",
-        fp8=RECIPES.get(recipe or "delayed", "delayed") if fp8 and fp8.lower() != "false" else "",
+        fp8=RECIPES.get(recipe or "delayed", "delayed") if fp8 else "",
         grads=grads,
         dp_overlap=bool(overlaps),
         tp_overlap=bool(args.flag("tp_comm_overlap")),
@@ -522,7 +613,7 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
 def _devices(args: Arguments) -> tuple[int | None, int | None]:
     """(devices, devices of a node), as far as the launcher says them."""
     world = args.whole("world_size")
-    per_node = args.whole("nproc_per_node", "gpus_per_node")
+    per_node = args.whole("nproc_per_node", "gpus_per_node", "devices", "n_gpus_per_node")
     nodes = args.text("nnodes", "num_nodes")
     if nodes and (elastic := re.fullmatch(r"(\d+):(\d+)", nodes)):
         args.find("note", f"nnodes {nodes} is elastic: priced for {elastic[2]} nodes")

@@ -26,7 +26,7 @@ _NEUTRAL = re.compile(
     r"optimizer\.(learning_rate.*|optimizer_factory.*|clip_grad|weight_decay.*|adam.*)|tokenizer\..*|"
     r"model\.(init_method|make_vocab_size_divisible_by|ddp_bucket_cap_mb)(\..*)?|tokens\.(train_steps|val_check_interval|limit_.*)|"
     r"model\.model_config\.(bos_token_id|eos_token_id|pad_token_id|initializer_range|is_.*|pretraining_tp|rms_norm_eps|rope_.*|use_cache|hidden_act|"
-    r"attention_bias|_.*)|parallelism\.(tp_linear_async_communication|tp_recompute_allgather)"
+    r"attention_bias|z_loss_.*|_.*)|doremi\..*|data\..*|optimizer\.torch_adam.*|parallelism\.(tp_linear_async_communication|tp_recompute_allgather)"
 )
 
 

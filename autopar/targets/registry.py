@@ -6,6 +6,7 @@ from pathlib import Path
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
+from autopar.targets import trainers
 from autopar.targets.accelerate import ACCELERATE
 from autopar.targets.bridge import BRIDGE
 from autopar.targets.deepspeed import DEEPSPEED
@@ -35,12 +36,15 @@ def read_job(path: str | Path, target: str | None = None) -> Job:
     """The job that a file of another framework says. Nothing in the file is run.
 
     Args:
-        path: a launch script, a configuration file or a dump of arguments.
+        path: a launch script, a configuration file or a dump of arguments. `recipes.py:NAME` reads
+            the function NAME of a Python file.
         target: the framework; by default the one whose form the file has.
 
     Raises:
         AutoparError: the file cannot be read, is no job, or the target is not known.
     """
+    path, _, function = str(path).partition(".py:")
+    path += ".py" if function else ""
     text = read_text(path, "job")
     folder = Path(path).parent
 
@@ -48,12 +52,14 @@ def read_job(path: str | Path, target: str | None = None) -> Job:
         found = folder / Path(name).name if not (folder / name).is_file() else folder / name
         return read_text(found, "script") if found.is_file() else None
 
-    source = Source(text, Path(path).name, beside)
+    source = Source(text, Path(path).name, beside, function)
     if target is not None:
         return target_of(target).read(source)
     for known in TARGETS.values():
         if known.reads(source):
             return known.read(source)
+    if trainers.reads(source):
+        return trainers.read(source)
     raise AutoparError(
         f"{path} is no job that autopar knows: it has options of none of {', '.join(TARGETS)}"
     )

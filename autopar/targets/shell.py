@@ -248,7 +248,9 @@ class _Reader(Expansion):
             self.script.commands.append((tuple(text.split()), node.end))
 
     def _source(self, name: str) -> None:
-        text = self.read_file(name) if is_known(name) else None
+        # `source $(dirname $0)/common.sh`: the folder is not known, and is most often that of the script
+        known = name if is_known(name) else name.rpartition("/")[2]
+        text = self.read_file(known) if known and is_known(known) else None
         if text is None:
             self.script.unread.append(shown_value(name))
         else:
@@ -292,6 +294,8 @@ class _Reader(Expansion):
             return words != ["false"]
         if len(words) == 2 and words[0] in ("-z", "-n"):
             return self._is_empty(words[1]) == (words[0] == "-z")
+        if len(words) == 3 and not words[2] and words[1] in ("=", "==", "!="):
+            return self._is_empty(words[0]) != (words[1] == "!=")
         if len(words) != 3 or not (is_known(words[0]) and is_known(words[2])):
             return None
         a, operator, b = words

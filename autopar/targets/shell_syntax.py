@@ -37,6 +37,7 @@ _OPERATORS = (
     ")",
 )
 _SPACE = " \t\r"
+_PLACEHOLDER = re.compile(r"<[A-Za-z](?:[\w ./:-]*[\w.])?>(?=[\s\"'/)]|$)")
 _ENDS = frozenset(" \t\r\n;&|<>()")
 
 
@@ -87,6 +88,11 @@ class _Scanner:
     def _line(self) -> int:
         return bisect_left(self.ends, self.at) + 1
 
+    def _placeholder(self) -> str:
+        """The `<PATH TO CHECKPOINTS>` that begins here, which whoever copies a script fills in."""
+        found = _PLACEHOLDER.match(self.text, self.at)
+        return found[0] if found else ""
+
     def tokens(self) -> Iterator[Token]:
         while self.at < len(self.text):
             self._skip_blanks()
@@ -99,7 +105,9 @@ class _Scanner:
                 self.at += 1
                 self._skip_documents()
                 yield Token("line", line)
-            elif operator := self._operator():
+            elif stream := re.compile(r"\d+(?=[<>])").match(self.text, self.at):
+                self.at = stream.end()  # `2>&1`: the number belongs to the redirection
+            elif (operator := self._operator()) and not self._placeholder():
                 self.at += len(operator)
                 if operator in ("<<", "<<-"):
                     self._skip_blanks()
@@ -168,9 +176,14 @@ class _Scanner:
     def word(self) -> Word:
         """The word that begins here, up to a blank or an operator."""
         parts: list[Part] = []
-        while self.at < len(self.text) and self.text[self.at] not in _ENDS:
+        while self.at < len(self.text):
             character = self.text[self.at]
-            if character == "'":
+            if place := self._placeholder():
+                parts.append(Part("place", place, True))
+                self.at += len(place)
+            elif character in _ENDS:
+                break
+            elif character == "'":
                 parts.append(Part("text", self._until("'"), True))
             elif character == '"':
                 parts += self._double_quoted()

@@ -21,11 +21,14 @@ class NotExpressible(AutoparError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text of a file, its name, and how files beside it are read."""
+    """The text of a file, its name, and how files beside it are read. `function` is the one that a
+    Python file is read for; '' for the first that has a configuration.
+    """
 
     text: str
     name: str = "file"
     read_file: ReadFile = lambda name: None
+    function: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Target:
         zero: the ZeRO stages that it has.
         sequence_parallel: whether tp can shard the activations between products.
         overlaps: whether its texts say that gradients are reduced beside compute.
+        stages: (stages of a rank, layers of each stage) of a job whose file does not say its layers.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Target:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     sequence_parallel: bool = True
     overlaps: bool = False
+    stages: Callable[[Job], tuple[int, tuple[int, ...]]] | None = None
 
     def software_for(self, generation: str, **facts: Any) -> Software:
         """How the framework runs a plan, for devices of a generation such as 'hopper'. `facts` are

@@ -11,9 +11,9 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
 from autopar.targets.arguments import Arguments, flat_texts, options_of
-from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import even_stages
+from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
 from autopar.targets.target import (
     NotExpressible,
@@ -28,11 +28,66 @@ from autopar.targets.target import (
 
 P, T = "parallelism.", "training."
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+EARLIER = {
+    "training.data_parallel_replicate_degree": f"{P}data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree": f"{P}data_parallel_shard_degree",
+    "training.data_parallel_degree": f"{P}data_parallel_shard_degree",
+    "training.tensor_parallel_degree": f"{P}tensor_parallel_degree",
+    "training.compile": "compile.enable",
+    "experimental.pipeline_parallel_degree": f"{P}pipeline_parallel_degree",
+    "experimental.pipeline_parallel_schedule": f"{P}pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_microbatches": f"{P}pipeline_parallel_microbatches",
+    "experimental.context_parallel_degree": f"{P}context_parallel_degree",
+    "experimental.enable_async_tensor_parallel": f"{P}enable_async_tensor_parallel",
+}
+"""Today's names of options of 2024."""
 FLAVORS: dict[tuple[str, str], ModelShape] = {
     ("llama3", "8b"): ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True),
     ("llama3", "70b"): ModelShape(80, 8192, 64, 8, 128, 28672, 128256, gated=True),
     ("llama3", "405b"): ModelShape(126, 16384, 128, 8, 128, 53248, 128256, gated=True),
+    ("llama2", "7b"): ModelShape(32, 4096, 32, 32, 128, 11008, 32000, gated=True),
+    ("llama2", "13b"): ModelShape(40, 5120, 40, 40, 128, 13824, 32000, gated=True),
+    ("llama2", "70b"): ModelShape(80, 8192, 64, 8, 128, 28672, 32000, gated=True),
+    ("qwen3", "0.6b"): ModelShape(28, 1024, 16, 8, 128, 3072, 151936, gated=True, tied=True),
+    ("qwen3", "1.7b"): ModelShape(28, 2048, 16, 8, 128, 6144, 151936, gated=True, tied=True),
+    ("qwen3", "8b"): ModelShape(36, 4096, 32, 8, 128, 12288, 151936, gated=True),
+    ("qwen3", "14b"): ModelShape(40, 5120, 40, 8, 128, 17408, 151936, gated=True),
     ("qwen3", "32b"): ModelShape(64, 5120, 64, 8, 128, 25600, 151936, gated=True),
+    ("qwen3", "30b-a3b"): ModelShape(
+        48, 2048, 32, 4, 128, 6144, 151936, experts=128, top_k=8, moe_ffn=768, gated=True
+    ),
+    ("deepseek_v3", "16b"): ModelShape(
+        27,
+        2048,
+        16,
+        16,
+        128,
+        10944,
+        102400,
+        experts=64,
+        top_k=6,
+        moe_ffn=1408,
+        shared_ffn=2816,
+        first_dense=1,
+        gated=True,
+        latent=(0, 512, 128, 64, 128),
+    ),
+    ("deepseek_v3", "671b"): ModelShape(
+        61,
+        7168,
+        128,
+        128,
+        128,
+        18432,
+        129280,
+        experts=256,
+        top_k=8,
+        moe_ffn=2048,
+        shared_ffn=2048,
+        first_dense=3,
+        gated=True,
+        latent=(1536, 512, 128, 64, 128),
+    ),
 }
 """Dimensions by model and flavor: those of the models' published config.json files."""
 WRITTEN = {
@@ -48,7 +103,8 @@ _NEUTRAL = re.compile(
     r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
     r"mixed_precision_reduce)|model\.(hf_assets_path|tokenizer_path|print_after_conversion)|compile\.(components|backend)|"
     r"parallelism\.(context_parallel_(load_balancer|rotate_method)|spmd_backend|pipeline_parallel_schedule_csv)|module|config|"
-    r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path|m"
+    r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path|m|"
+    r"quantize\.(grouped_mm|linear)\..*|model\.norm_type|training\.warmup_steps|float8\.enable_float8_linear"
 )
 
 
@@ -70,22 +126,19 @@ def read(source: Source) -> Job:
     """The job of a TOML file, of flags in a script, or of a function in Python, which is parsed and
     never run. Raises AutoparError if there is none.
     """
-    name = source.name.lower()
+    name, findings = source.name.lower(), tuple[Finding, ...]()
     if name.endswith(".toml"):
         values = {OPTION: "2"} | _of_toml(source)  # the default of 0.2
     elif name.endswith(".py"):
-        values = _of_python(source)
+        values, findings = _of_python(source)
     else:
-        values = _of_script(source)
+        values, findings = _of_script(source)
     if not any(key.startswith((P, T)) for key in values):
         raise AutoparError(
             f"no job: {source.name} sets nothing of parallelism or training of torchtitan"
         )
     args = Arguments(values)
-    path = args.text("job.config_file")
-    if path and not source.read_file(path):
-        what = f"values stand in {path}, which is not beside the file: the defaults are read"
-        args.find("unknown", what, legal=(f"put {path} beside it",))
+    args.findings += findings
     return _job(args)
 
 
@@ -94,12 +147,13 @@ def _of_toml(source: Source) -> dict[str, str]:
         data: Mapping[str, Any] = tomllib.loads(source.text)
     except tomllib.TOMLDecodeError as error:
         raise AutoparError(f"{source.name} is no TOML: {error}") from None
-    return flat_texts(data)
+    found = flat_texts(data)
+    return {EARLIER.get(name, name): value for name, value in found.items()}
 
 
-def _of_script(source: Source) -> dict[str, str]:
+def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
     script = read_script(source.text, source.read_file)
-    found: dict[str, str] = {}
+    found, findings = dict[str, str](), list[Finding]()
     for words, _ in script.commands:
         policies = [word for word in words if word.startswith("activation-checkpoint:")]
         found |= options_of(word for word in words if word not in policies)
@@ -107,8 +161,13 @@ def _of_script(source: Source) -> dict[str, str]:
     for name in [name for name in found if ".no_" in name]:
         found[name.replace(".no_", ".", 1)] = "False"
         del found[name]
-    if text := source.read_file(found.get("job.config_file", "")):
-        found = _of_toml(Source(text, found["job.config_file"])) | found
+    path = found.pop("job.config_file", "") or script.variables.get("CONFIG_FILE", "")
+    if isinstance(path, str) and path.endswith(".toml"):
+        if text := source.read_file(path):
+            found = _of_toml(Source(text, path)) | found
+        else:
+            what = f"values stand in {path}, which is not beside the file: the defaults are read"
+            findings.append(Finding("unknown", what, legal=(f"put {path} beside it",)))
     if "module" not in found:  # before 0.3
         found.setdefault(OPTION, "2")
     for variable in ("NGPU", "CONFIG", "MODULE"):
@@ -116,55 +175,37 @@ def _of_script(source: Source) -> dict[str, str]:
             found.setdefault(
                 {"NGPU": "nproc_per_node"}.get(variable, variable.lower()), script.text_of(variable)
             )
-    return found
+    return found, tuple(findings)
 
 
-_SECTIONS = {"ParallelismConfig": P, "TrainingConfig": T, "CompileConfig": "compile."}
+_SECTIONS = {
+    "ParallelismConfig": P,
+    "parallelism": P,
+    "TrainingConfig": T,
+    "training": T,
+    "CompileConfig": "compile.",
+    "compile": "compile.",
+}
+"""Where the settings of a class, or of a part of the configuration, belong."""
+_POLICY_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
-def _of_python(source: Source) -> dict[str, str]:
-    try:
-        tree = ast.parse(source.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise AutoparError(f"{source.name} is no Python: {error}") from None
-    functions = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and "ParallelismConfig" in ast.unparse(node)
-    ]
+def _of_python(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
+    def fits(values: Mapping[str, str]) -> bool:
+        return not {"ParallelismConfig", "TrainingConfig"}.isdisjoint(values)
+
+    settings = settings_of(source.text, source.name, source.function, fits)
     found: dict[str, str] = {}
-    for node in ast.walk(functions[0] if functions else tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        section = _SECTIONS.get(called.rpartition(".")[2])
-        if section:
-            found |= {
-                f"{section}{key.arg}": _constant(key.value) for key in node.keywords if key.arg
-            }
-        if called.startswith(("FullAC", "SelectiveAC", "MemoryBudgetAC")):
-            found[MODE] = {"F": "full", "S": "selective", "M": "memory_budget"}[called[0]]
-        if called == "model_registry" and node.args:
-            found["model.flavor"] = _constant(node.args[0])
-    if functions:
-        found["model.name"] = functions[0].name.partition("_")[0]
-    return found
-
-
-def _constant(node: ast.expr) -> str:
-    try:
-        return str(ast.literal_eval(node))
-    except (ValueError, TypeError):
-        product = node if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else None
-        if (
-            product
-            and isinstance(product.left, ast.Constant)
-            and isinstance(product.right, ast.Constant)
-        ):
-            left, right = product.left.value, product.right.value
-            if isinstance(left, int) and isinstance(right, int):
-                return str(left * right)
-        return unknown(ast.unparse(node)[:60])
+    for path, value in settings.values.items():
+        section, _, name = path.rpartition(".")
+        if section in _SECTIONS:
+            found[_SECTIONS[section] + name] = value
+        found |= {MODE: _POLICY_CLASSES[path]} if path in _POLICY_CLASSES else {}
+    found["model.flavor"] = settings.values.get("model_registry.0", "")
+    found["model.name"] = re.sub(r"_(\d|debug).*", "", settings.function)
+    if "Float8LinearConverter" in settings.values:
+        found["model.converters"] = "float8"
+    return found, settings.findings
 
 
 def _job(args: Arguments) -> Job:
@@ -335,6 +376,11 @@ def _stages(
     sizes = split_layers(shape.layers, count, *ends) if shape.layers else ()
     even = len(set(sizes)) == 1
     return max(1, count // pp), () if even else sizes
+
+
+def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+    """As `_stages`, for a job whose layers are known now."""
+    return _stages(Arguments(job.flags), job.shape, job.layout.pp, job.layout.schedule)
 
 
 def refusals(job: Job, gpus: int) -> list[Finding]:
@@ -540,5 +586,6 @@ TORCHTITAN = Target(
     ("titan",),
     dashes="--",
     zero=(0, 2, 3),
+    stages=stages_for,
 )
 """torchtitan."""

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.effort import every
 from support.exactness import case, train_under
 
 from autopar.errors import AutoparError
@@ -91,7 +92,7 @@ LEGAL = {"precision", "recompute", "zero", "shard", "offload", "micro_batch_mean
 """Choices of which several are plans."""
 
 
-@pytest.mark.parametrize("kind", PINS)
+@pytest.mark.parametrize("kind", every(2, PINS))
 def test_every_field_with_every_odd_value_is_refused_or_says_the_same(kind):
     """Never another error; where it is accepted it is no part of what ranks do, or another legal choice."""
     data = data_of(kind)
@@ -119,7 +120,7 @@ def test_every_field_with_every_odd_value_is_refused_or_says_the_same(kind):
             assert refusal or accepted, (path, value)
 
 
-@pytest.mark.parametrize("kind", PINS)
+@pytest.mark.parametrize("kind", every(2, PINS))
 def test_every_field_may_not_be_missing(kind):
     data = data_of(kind)
     optional = FREE | {"offload", "shard", "order", "micro_batch_mean", "fusion"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.models import parse_model
 from benchmarks.search.expert_questions import QUESTIONS, Answer, answer, cluster_of
 
 
@@ -14,6 +15,7 @@ def test_questions_have_sources_and_clusters_of_many_sizes():
     assert min(sizes) == 2 and max(sizes) == 2048
     assert min(q.seq for q in QUESTIONS) < 2048 and max(q.seq for q in QUESTIONS) == 131072
     assert all(q.global_batch >= 8 for q in QUESTIONS)
+    assert all(parse_model(q.model).name for q in QUESTIONS)
 
 
 def test_a_question_without_a_plan_has_a_reason():

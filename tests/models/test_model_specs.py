@@ -8,6 +8,9 @@ from autopar.models.base import shrunk_heads, shrunk_vocab
 
 PUBLISHED = {
     "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,

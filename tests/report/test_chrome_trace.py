@@ -7,9 +7,10 @@ import json
 from copy import deepcopy
 
 import pytest
-from support.report_plans import CASES, plan_of, report_of, timeline_of
+from support.report_plans import CASES, plan_of, report_of, request_of, timeline_of, traced_of
 
 from autopar.errors import AutoparError
+from autopar.recheck.replay import replay
 from autopar.report import chrome_trace
 from autopar.report.chrome_trace import trace_data
 from autopar.report.trace_check import read_trace, trace_faults
@@ -56,6 +57,37 @@ def test_slices_add_up_to_the_step_and_counters_to_the_peak(case):
         assert busy + folded <= step["dur"] * (1 + 1e-9)
         counters = [e["args"] for e in data["traceEvents"] if e["ph"] == "C" and e["pid"] == rank]
         assert max(sum(args.values()) for args in counters) == timeline.memory[rank].peak_bytes
+
+
+@pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero bubble"])
+def test_a_trace_is_the_replayed_step(case):
+    """On each rank, work, communication and the pauses between last as long as the replayed step,
+    nothing of a track overlaps, and the counter's maximum is the plan's peak.
+    """
+    plan, data = plan_of(case), json.loads(json.dumps(trace_data(timeline_of(case), plan_of(case))))
+    replayed = replay(plan, traced_of(CASES[case][0]), request_of(case))
+    assert trace_faults(data) == [], "which looks for slices of a track that overlap"
+    for rank in range(plan.mesh.pp):
+        work = [of for name in ("compute", "tp communication", "dp communication")
+                for of in slices(data, rank, name)]  # fmt: skip
+        work.sort(key=lambda event: event["ts"])
+        ends = [0.0, *(event["ts"] + event["dur"] for event in work)]
+        starts = [*(event["ts"] for event in work), 1e6 * replayed.replayed_s]
+        pauses = [start - end for start, end in zip(starts, ends, strict=True)]
+        assert min(pauses) > -1e-3, "one thing at a time"
+        whole = sum(event["dur"] for event in work) + sum(pauses)
+        assert whole == pytest.approx(1e6 * replayed.replayed_s, rel=1e-3)
+        (step,) = [e for e in slices(data, rank, "ranges") if e["name"] == "step 1"]
+        assert step["dur"] == pytest.approx(1e6 * replayed.replayed_s, rel=1e-3)
+        held = max(
+            sum(e["args"].values())
+            for e in data["traceEvents"]
+            if e["ph"] == "C" and e["pid"] == rank
+        )
+        assert held == replayed.replayed_bytes[rank]
+        # of ranks with several stages a plan may count peaks at different times as one
+        most = replayed.together_bytes[rank] if case == "interleaved" else held
+        assert held <= plan.predicted.peak_memory_bytes[rank] <= most
 
 
 def test_names_are_those_of_the_profile():

@@ -8,10 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 from support.prose import ROOT
+from support.report_pages import answer_of, page_of
 from support.report_plans import CASES, plan_of, report_of
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.jobs.report import check_data
 from autopar.report.numbers import Numbers
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -97,6 +99,30 @@ def test_a_page_is_well_formed_and_its_numbers_are_those_of_the_data(case):
     for path, value, shown in page.numbers:
         assert value == look.value(path), path
         assert re.search(r"\d", shown), f"{path} is shown as {shown!r}"
+
+
+@pytest.mark.parametrize("name", ["a job that does not fit", "a refused job", "compare", "sweep"])
+def test_pages_of_jobs_and_questions(name):
+    """Well formed, without requests, and every number is in the data."""
+    text = page_of(name).html()
+    page, look = Reader(text), Numbers(json.loads(json.dumps(page_of(name).data)))
+    assert not page.faults and not page.open and not page.requests
+    for path, value, shown in page.numbers:
+        assert value == look.value(path), path
+        assert re.search(r"\d", shown)
+
+
+def test_the_page_of_a_job_has_its_answer_and_its_step():
+    answer, page = answer_of("a job that does not fit"), page_of("a job that does not fit")
+    assert not answer.fits and answer.changes and answer.gap is not None
+    keys = [section.key for section in page.sections]
+    assert keys[:3] == ["verdict", "better", "changes"]
+    assert {"ranks", "cluster", "timeline", "memory", "waterfall"} <= set(keys)
+    assert page.data | {"plan": None} == check_data(answer) | {"plan": None}
+    ranks = page.data["plan"]["report"]["ranks"]
+    assert [rank["peak_bytes"] for rank in ranks] == list(answer.plan.predicted.peak_memory_bytes)
+    assert {rank["limit_bytes"] for rank in ranks} == {answer.cluster.device.memory_bytes}
+    assert page_of("a refused job").sections[1].key == "findings-refused"
 
 
 def test_what_is_shown_is_the_number_rounded():

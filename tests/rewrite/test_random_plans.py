@@ -58,7 +58,7 @@ def check(pool, name: str, mesh: MeshShape, seeds, changed=lambda plan: plan) ->
 
 
 @pytest.mark.parametrize(("name", "mesh"), [
-    pytest.param(name, mesh, id=f"{name}-{mesh}", marks=pytest.mark.slow if mesh.tp * mesh.cp > 1 and name not in SMALL else ())
+    pytest.param(name, mesh, id=f"{name}-{mesh}", marks=pytest.mark.slow if name not in SMALL else ())
     for name, mesh in product(MODELS, MESHES)
 ])  # fmt: skip
 def test_random_plans_are_exact(pool4, name, mesh):

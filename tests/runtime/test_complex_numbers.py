@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.effort import every
 from support.trained_stacks import WIDTH, Stack, assert_exact
 from torch import Tensor, nn
 
@@ -80,6 +81,6 @@ def long_convolution() -> nn.Module:
     return Stack(LongConvolution)
 
 
-@pytest.mark.parametrize("maker", [rotary, recurrence, long_convolution])
+@pytest.mark.parametrize("maker", every(2, [rotary, recurrence, long_convolution]))
 def test_they_train_as_on_one_device(pool2, maker):
     assert_exact(pool2, maker)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.effort import every
 from support.exactness import (
     HF,
     Reference,
@@ -540,10 +541,7 @@ def check_small(pool, name: str, plans: list[Plan]) -> None:
             assert set(state) == set(small(name).state_dict())
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("SumLoss", "MeanOfRows", "SortedBatch", "Regularized", "Squeezed") else ())
-    for name in CLASSES
-])  # fmt: skip
+@pytest.mark.parametrize("name", every(3, CLASSES))
 def test_small_models(pool4, name):
     traced, annotator = traced_small(name)
     cut = 1 if name in NEVER_CUT else 2

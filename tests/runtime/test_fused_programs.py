@@ -11,6 +11,7 @@ from itertools import chain
 
 import pytest
 import torch
+from support.effort import every
 from support.exactness import case, reference, run_steps, sgd, update_error
 
 import autopar
@@ -66,7 +67,7 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", every(2, OURS))
 def test_fused_programs_train_as_one_device_does(pool2, name):
     found = pool2.run(trained, name, [*MESHES.values()], "all")
     for number, mesh in enumerate(MESHES):

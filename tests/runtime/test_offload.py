@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.effort import every
 from support.exactness import (
     case,
     engine_for,
@@ -111,9 +112,7 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "parameters"])
-@pytest.mark.parametrize(
-    "precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("precision", every(3, ["bf16", "fp32", "fp16"]))
 def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision, kind):
     one, other = (tiny_engine(offload, precision) for offload in ("none", kind))
     before = one.full_state_dict()

@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
+from support.effort import every
 from support.exactness import run_steps, sgd, train, update_error
 from torch import Tensor, nn
 
@@ -99,8 +100,11 @@ def check(results: list[dict[str, float | str]]) -> None:
             assert isinstance(error, float) and error <= 1, f"{name}: {error}"
 
 
-def test_two_ranks_divide_and_weigh_as_one_device_does(pool2):
-    check(pool2.run(errors, 2, [{"dp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 4}]))
+@pytest.mark.parametrize(
+    "pin", every(2, [{"dp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 4}])
+)
+def test_two_ranks_divide_and_weigh_as_one_device_does(pool2, pin):
+    check(pool2.run(errors, 2, [pin]))
 
 
 @pytest.mark.slow

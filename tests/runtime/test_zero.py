@@ -81,7 +81,11 @@ def test_recompute(pool4):
 
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "zeros"),
-    [("adamw", TP2DP2, (1, 3)), ("adam", DP4, (2,)), ("adafactor", TP2DP2, (3,))],
+    [
+        ("adamw", TP2DP2, (1, 3)),
+        ("adam", DP4, (2,)),
+        pytest.param("adafactor", TP2DP2, (3,), marks=pytest.mark.slow),
+    ],
 )
 def test_odd_parameters_and_optimizers(pool4, optimizer, mesh, zeros):
     check_odd(pool4, optimizer, odd_plans((mesh,), zeros))

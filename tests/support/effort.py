@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 RUNSLOW = "AUTOPAR_RUNSLOW"
 """The environment variable that `--runslow` sets, in pytest and in its workers."""
@@ -11,3 +15,11 @@ RUNSLOW = "AUTOPAR_RUNSLOW"
 def examples(few: int, many: int) -> int:
     """The number of examples of a hypothesis test: `many` under `--runslow`, else `few`."""
     return many if RUNSLOW in os.environ else few
+
+
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which all but the first and each `step`-th after it are slow."""
+    return [
+        pytest.param(value, marks=pytest.mark.slow if place % step else ())
+        for place, value in enumerate(values)
+    ]

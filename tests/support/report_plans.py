@@ -6,13 +6,13 @@ from functools import cache
 from typing import Any
 
 from autopar import api
-from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.report.explained import full_report
 from autopar.report.report import Report
 from autopar.report.timeline import Timeline
+from autopar.request.arguments import parsed_cluster
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 
@@ -36,9 +36,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "ZeRO-3": (DENSE, {"pp": 1, "tp": 1, "zero": 3, "micro_batch": 2}, 32),
     "experts": (EXPERTS, {"pp": 1, "tp": 2, "ep": 4, "dp": 4, "micro_batch": 2}, 16),
     "context": (DENSE, {"pp": 1, "cp": 2, "tp": 2, "micro_batch": 2}, 16),
+    "two kinds": (DENSE, {"pp": 2, "tp": 2, "schedule": "1f1b", "micro_batch": 1}, 16),
     "many micro-batches": (DENSE, {"pp": 2, "dp": 1, "tp": 4, "schedule": "1f1b", "micro_batch": 1}, 160),
 }  # fmt: skip
-"""Model, pins and sequences of a step, on 8 H100."""
+"""Model, pins and sequences of a step."""
+_CLUSTERS = {"two kinds": "h100:4+a100-80g:4"}
+"""The clusters of cases that are not on 8 H100."""
 
 
 @cache
@@ -49,10 +52,9 @@ def traced_of(model: str) -> TracedModel:
 
 @cache
 def report_of(case: str) -> Report:
-    model, pins, batch = CASES[case]
-    request = PlanRequest(ClusterSpec.parse("h100:8"), batch, Pins.of(pins), "bf16", False, model)
-    plan = api.plan_traced(traced_of(model), request, time_limit_s=20.0)
-    return full_report(plan, traced_of(model), request)
+    traced, request = traced_of(CASES[case][0]), request_of(case)
+    plan = api.plan_traced(traced, request, time_limit_s=20.0)
+    return full_report(plan, traced, request)
 
 
 def plan_of(case: str) -> Plan:
@@ -67,4 +69,5 @@ def timeline_of(case: str) -> Timeline:
 
 def request_of(case: str) -> PlanRequest:
     model, pins, batch = CASES[case]
-    return PlanRequest(ClusterSpec.parse("h100:8"), batch, Pins.of(pins), "bf16", False, model)
+    cluster = parsed_cluster(_CLUSTERS.get(case, "h100:8"))
+    return PlanRequest(cluster, batch, Pins.of(pins), "bf16", False, model)

@@ -45,7 +45,7 @@ def words_of(text: str, name: str = "run") -> tuple[str, ...]:
         ("f() {\n  run --tp $1\n}\nf 4", ("run", "--tp", "4")),
         ("function f { run --tp $1; }\nf 8", ("run", "--tp", "8")),
         ("C='run --tp 4'\neval $C", ("run", "--tp", "4")),
-        ("A=4 run --tp 2 > log.txt 2>&1 &", ("run", "--tp", "2", "2")),
+        ("A=4 run --tp 2 > log.txt 2>&1 &", ("run", "--tp", "2")),
         ("[ 1 -eq 1 ] && A=3\n[ 1 -eq 2 ] && A=4\nrun $A", ("run", "3")),
         ("set -- 4 8\nrun $1 $2", ("run", "4", "8")),
         ("cat <<EOF\nrun --tp 9\nEOF\nrun --tp 4", ("run", "--tp", "4")),

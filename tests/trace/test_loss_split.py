@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.eager_runs import paragraph
-from support.effort import examples
+from support.effort import every, examples
 from torch import Tensor, nn
 
 import autopar
@@ -178,7 +178,7 @@ def check(expected: Tensor, model: Tokens, found: Tensor, engine) -> None:
         ), name
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", every(2, EXACT))
 @settings(max_examples=examples(2, 5))
 @given(
     seed=st.integers(0, 10**6),
@@ -192,7 +192,7 @@ def test_a_mean_over_what_counts_is_that_of_the_whole_batch(name, seed, kept, mi
     assert not any("split" in note or "averaged" in note for note in engine.plan.notes)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", every(4, REFUSED))
 def test_a_batch_of_any_other_loss_is_not_split(name):
     """Pinned micro-batches are refused with advice, which is exact; a mean of micro-batch losses is for the user to allow."""
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(REFUSED[name])

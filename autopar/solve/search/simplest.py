@@ -73,10 +73,10 @@ class Preference:
         offers = [
             offer
             for place, group in enumerate(_as_simple(groups, candidates))
-            for offer in _offers(place, [candidates[n] for n in group], _least_s(found, group))
+            # a search that had no time for candidates has the bound 0
+            if (least_s := _least_s(found, group)) <= limit_s and (proved or least_s > 0)
+            for offer in _offers(place, [candidates[n] for n in group], least_s)
             if offer.simplicity <= bare
-            and offer.bound_s <= limit_s
-            and (proved or offer.bound_s > 0)  # else the search had no time for it
         ]
         offers.sort(key=lambda offer: (offer.simplicity, offer.place))
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}

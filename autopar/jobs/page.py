@@ -1,0 +1,134 @@
+"""The page of an answer to a job: what is refused, what would be better, and the job as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar_cost_models import COST_MODEL_VERSION
+
+from autopar.ir.cluster import plain_data
+from autopar.jobs.check import Answer
+from autopar.jobs.report import TITLES, check_data, gap_words, layout_words, proof_words
+from autopar.report.explained import full_report
+from autopar.report.numbers import Number, Numbers
+from autopar.report.page import Page, Section, Table, Words
+from autopar.report.report import Report
+from autopar.text.plan_words import short_words
+from autopar.text.units import percent
+
+_OF_THE_PLAN = ("cluster", "timeline", "memory", "waterfall", "block", "assumptions")
+"""The sections of a plan's page that a job's page has too."""
+
+
+def check_page(answer: Answer) -> Page:
+    """The page of an answer. Its data are those of `check_data`, and under 'plan' those of a report
+    on the job's own layout.
+    """
+    report = _report(answer)
+    data = check_data(answer) | {"plan": report.data if report else None}
+    n = Numbers(data)
+    sections = [_verdict(answer, n), *_findings(answer), _better(answer, n), *_changes(answer, n)]
+    if report is not None:
+        sections.append(_ranks(answer, n))
+        of_plan = report.sections(Numbers(data, "plan"))
+        sections += [section for section in of_plan if section.key in _OF_THE_PLAN]
+    title = f"A job of {answer.target.title} on {answer.cluster.name}"
+    return Page(title, data, sections, COST_MODEL_VERSION, "check")
+
+
+def _report(answer: Answer) -> Report | None:
+    """The report on the job's own layout, on devices as they are; None if it has no price."""
+    plan, setting = answer.plan, answer.setting
+    if plan is None or setting is None:
+        return None
+    cluster = setting.cluster
+    made_for = replace(plan.made_for, cluster=plain_data(cluster))
+    here = replace(plan, cluster_hash=cluster.spec_hash(), made_for=made_for)
+    return full_report(here, setting.traced, setting.request_of(setting.job.layout, cluster))
+
+
+def _verdict(answer: Answer, n: Numbers) -> Section:
+    """Whether the job starts, fits, and how long a step is."""
+    job, gpus = answer.job, answer.cluster.num_devices
+    lead: list[str | Number] = [f"{layout_words(job.layout, gpus)}. "]
+    if answer.refused:
+        lead.append(f"{answer.target.title} refuses it at start. ")
+    if answer.plan is None:
+        return Section("verdict", "Verdict", [*lead, f"No prediction: {answer.why_not}."])
+    peaks = answer.plan.predicted.peak_memory_bytes
+    lead += [
+        "It fits: " if answer.fits else "It does not fit: ", "the fullest device needs ",
+        n.gib(f"predicted.peak_memory_bytes.{peaks.index(max(peaks))}"), " of ",
+        n.gib("memory_bytes"),
+    ]  # fmt: skip
+    if answer.chance is not None:
+        lead += [", with a chance of ", n.percent("chance"), " to fit"]
+    lead += [
+        ". A step takes ", n.ms("predicted.step_time_s"), ", ",
+        n.count("predicted.tokens_per_s"), " tokens a second, at ",
+        n.percent("predicted.mfu"), " of the devices' peak rate.",
+    ]  # fmt: skip
+    if answer.measured_s is not None:
+        lead += [" Measured: ", n.ms("measured_s"), "."]
+    items: list[Words] = [f"Of the gap: {words}."] if (words := gap_words(answer)) else []
+    if answer.job.unpriced:
+        items.append(f"Options without a price: {', '.join(answer.job.unpriced)}.")
+    return Section("verdict", "Verdict", lead, items=items)
+
+
+def _findings(answer: Answer) -> Iterator[Section]:
+    """A section for each kind of findings."""
+    for kind, title in TITLES.items():
+        found = [finding for finding in answer.findings if finding.kind == kind]
+        if found:
+            items = [str(finding) for finding in found]
+            yield Section(f"findings-{kind}", title, "", items=items)
+
+
+def _better(answer: Answer, n: Numbers) -> Section:
+    """The best plan within the framework, and the options to change."""
+    best, own, title = answer.best, answer.plan, "Best plan within this framework"
+    lead: list[str | Number] = []
+    if answer.why_no_best:
+        lead.append(f"None that leaves memory free: {answer.why_no_best}. ")
+    if best is None:
+        return Section("better", title, lead)
+    if best is own:
+        lead += ["The job's own layout, ", n.ms("best.step_time_s"), ": no faster one was found."]
+    else:
+        lead += [f"{short_words(best)}: a step takes ", n.ms("best.step_time_s"), "."]
+        if own is not None:
+            more = own.predicted.step_time_s / best.predicted.step_time_s - 1
+            lead.append(f" The job's layout takes {percent(more)} more.")
+    note = f"{proof_words(answer)}." if answer.bound_s else ""
+    changed = "\n".join(map(str, answer.differences))
+    return Section("better", title, lead, code=changed, note=note.capitalize())
+
+
+def _changes(answer: Answer, n: Numbers) -> Iterator[Section]:
+    """The single changes with which the job fits."""
+    if answer.plan is None or answer.fits:
+        return
+    rows = [
+        (
+            ", ".join(map(str, change.differences)),
+            n.ms(f"changes.{k}.step_time_s"),
+            n.gib(f"changes.{k}.peak_bytes"),
+        )
+        for k, change in enumerate(answer.changes)
+    ]
+    tables = (Table(("change", "step", "peak"), rows, (1, 2)),) if rows else ()
+    lead = "Each of these alone makes it fit." if rows else "None of those tried."
+    yield Section("changes", "Single changes that fit", lead, tables=tables)
+
+
+def _ranks(answer: Answer, n: Numbers) -> Section:
+    """Layers and memory of each pipeline rank."""
+    rows = []
+    for rank, layers in enumerate(answer.layers):
+        ends = " + embedding" * (rank == 0) + " + loss" * (rank == len(answer.layers) - 1)
+        count = " + ".join(map(str, layers))
+        rows.append((str(rank), f"{count}{ends}", n.gib(f"predicted.peak_memory_bytes.{rank}")))
+    table = Table(("rank", "layers", "peak"), rows[:8], (0, 2), rows[8:])
+    return Section("ranks", "Ranks of the pipeline", "What each rank holds.", tables=(table,))

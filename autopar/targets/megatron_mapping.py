@@ -1,0 +1,185 @@
+"""Options with Megatron-LM's names in nested mappings: YAML of NeMo, Primus, FlagScale, ms-swift and
+LLaMA-Factory, and overrides in Hydra's form, such as those of verl.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from autopar.targets.arguments import flat
+from autopar.targets.expansion import unknown
+from autopar.targets.job import Finding
+
+_ASIDE = re.compile(
+    r"((.*\.)?(trainer|exp_manager|logger|hydra|data|dataset|optim|tokenizer|nsys_profile|checkpoint|logging|gc|runner|"
+    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation))\.(.*)"
+)
+"""Blocks about other things than the model and its layout."""
+_KEPT = (
+    "devices",
+    "n_gpus_per_node",
+    "num_nodes",
+    "nnodes",
+    "precision",
+    "max_prompt_length",
+    "max_response_length",
+    "vocab_size",
+    "padded_vocab_size",
+    "tokenizer_type",
+    "tokenizer_model",
+    "seq_length",
+)
+"""Options that count also within these blocks."""
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_ROLES = (("rollout", "ref", "critic", "reward_model"), "actor_rollout_ref.actor.")
+
+
+def overrides_of(words: Iterable[str]) -> dict[str, str]:
+    """The overrides in Hydra's form among the words of a command, by path. Of the roles of
+    reinforcement learning, only the actor is trained as priced here: the others are left out.
+    """
+    found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
+    values = {match[1]: match[2] for match in found}
+    if not any(path.startswith(_ROLES[1]) for path in values):
+        return values
+    answers = values.get("actor_rollout_ref.rollout.n", "1")
+    return {
+        path: value for path, value in values.items() if set(path.split(".")).isdisjoint(_ROLES[0])
+    } | {"answers.of_a_prompt": answers}
+
+
+def options_by_name(
+    data: Mapping[str, object], marks: Iterable[str]
+) -> tuple[dict[str, str], list[Finding]]:
+    """The options of nested mappings by the last part of their path, and findings on them. The
+    first of a name counts; if another block gives a value of `marks` otherwise, that is a finding.
+    """
+    values, paths, findings = dict[str, str](), dict[str, str](), list[Finding]()
+    plain = {path: _text(value) for path, value in flat(data).items()}
+    for path, value in plain.items():
+        aside = _ASIDE.fullmatch(path)
+        name = re.sub(r"^[+-]*", "", path.rpartition(".")[2]).replace("-", "_")
+        if aside and path.endswith("optim.name"):
+            name = "optim_name"
+        elif aside and name not in _KEPT:
+            continue
+        text = _resolved(value, path, plain, findings)
+        if name in values and values[name] != text and name in marks:
+            what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
+            findings.append(
+                Finding("contradiction", what, legal=("give a file with one of the blocks",))
+            )
+        if name not in values:
+            values[name], paths[name] = text, path
+    return values, findings
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _resolved(text: str, path: str, plain: Mapping[str, str], findings: list[Finding]) -> str:
+    """A value with its references replaced: `${model.hidden_size}`, `${.hidden_size}`, and
+    `${NAME:default}` of the environment.
+    """
+    for _ in range(5):
+        found = _REFERENCE.search(text)
+        if found is None:
+            return text
+        name, _, default = re.sub(r"^oc\.env:", "", found[1]).partition(
+            "," if found[1].startswith("oc.env:") else ":"
+        )
+        at = f"{path.rpartition('.')[0]}{name}" if name.startswith(".") else name
+        if at in plain and plain[at] != text:
+            value = plain[at]
+        elif default and re.fullmatch(r"\w+", name):
+            value = default.strip("'\"")
+            note = f"${name} is taken to be unset, so that it is {value[:60]}"
+            if re.fullmatch(r"[\d.]+|true|false", value, re.I):
+                findings.append(Finding("note", note))
+        else:
+            value = unknown(found[0])
+        text = text.replace(found[0], value)
+    return text
+
+
+_RECIPE = re.compile(
+    r"(model|train|ddp|comm_overlap|mixed_precision|dist|dataset|optimizer|tokenizer|[Tt]rainer|\w*(Strategy|Provider|ParallelConfig|"
+    r"OverlapConfig|OverlapCallback|PrecisionConfig|DataModule)|run\.Partial)\.([A-Za-z]\w*)"
+)
+"""The settings of a recipe that are about the model, its layout and its precision."""
+_ARGUMENTS = {
+    "tensor_parallelism": "tensor_model_parallel_size",
+    "pipeline_parallelism": "pipeline_model_parallel_size",
+    "virtual_pipeline_parallelism": "virtual_pipeline_model_parallel_size",
+    "context_parallelism": "context_parallel_size",
+    "expert_parallelism": "expert_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+    "num_gpus_per_node": "devices",
+}
+"""NeMo's functions of recipes name these otherwise."""
+
+
+def recipe_options(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a recipe's function as nested mappings say them. The last of a name counts."""
+    found: dict[str, str] = {}
+    for path, value in reversed(list(settings.items())):
+        if not (match := _RECIPE.fullmatch(path)) or "(" in value:
+            continue
+        name = _ARGUMENTS.get(match[3], match[3])
+        found.setdefault(f"recipe.{name}", value)
+    return found | {"recipe.use_distributed_optimizer": "true"} | _fp8_of(settings)
+
+
+def _fp8_of(values: Mapping[str, str]) -> dict[str, str]:
+    """The options of fp8 that the name of a mixed precision says, such as
+    `bf16_with_fp8_current_scaling_mixed`.
+    """
+    names = [*values, *values.values()]
+    name = next((n for n in names if re.fullmatch(r"\w*_with_\w*fp8\w*", n)), "")
+    recipes = {"current": "tensorwise", "subchannel": "blockwise", "mxfp8": "mxfp8"}
+    recipe = next((recipe for word, recipe in recipes.items() if word in name), "delayed")
+    return {"fp8_format": "hybrid", "fp8_recipe": recipe} if name else {}
+
+
+def filled_in(values: Mapping[str, str]) -> dict[str, str]:
+    """The options with what the framework of a mapping fills in, and with NeMo's names for what
+    Megatron-LM names otherwise.
+    """
+    found = dict(values)
+    if "mcore_gpt" in values or "megatron_amp_O2" in values:
+        found |= _of_nemo(values)
+    if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
+        found |= _of_verl(values)
+    swift = "model" in values and {"tuner_type", "packing", "split_dataset_ratio"} & set(values)
+    if swift:  # defaults of `megatron sft`
+        found = {"use_distributed_optimizer": "true", "hidden_dropout": "0"} | found
+    if swift or values.get("framework") == "megatron":
+        found = {"bf16": "true"} | found
+    if "cutoff_len" in values or "per_device_train_batch_size" in values:
+        found = {"hidden_dropout": "0"} | found
+    return found
+
+
+def _of_nemo(values: Mapping[str, str]) -> dict[str, str]:
+    precision = values.get("precision", "32")
+    found = {"bf16": str(precision.startswith("bf16")), "fp16": str(precision.startswith("16"))}
+    if "fused_adam" in values.get("optim_name", ""):
+        found["use_distributed_optimizer"] = str(values["optim_name"].startswith("distributed"))
+    if "glu" in values.get("activation", ""):
+        found["swiglu"] = "true"
+    return found
+
+
+def _of_verl(values: Mapping[str, str]) -> dict[str, str]:
+    """The update of the actor: sequences of prompt and response, some of them for each prompt."""
+    sizes = [values.get(name, "") for name in ("max_prompt_length", "max_response_length")]
+    found = {"bf16": "true", "hidden_dropout": "0"}
+    if all(size.isdigit() for size in sizes):
+        found["seq_length"] = str(sum(map(int, sizes)))
+    prompts, answers = values.get("ppo_mini_batch_size", ""), values.get("of_a_prompt", "1")
+    if prompts.isdigit() and answers.isdigit():
+        found["global_batch_size"] = str(int(prompts) * int(answers))
+    return found

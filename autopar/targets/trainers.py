@@ -1,0 +1,176 @@
+"""Jobs of trainers above Accelerate and DeepSpeed: arguments of Transformers' `TrainingArguments` in a
+script, in YAML or in Python, as LLaMA-Factory, ms-swift, TRL and DeepSpeed-Chat take them too, and
+Axolotl's YAML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.errors import AutoparError
+from autopar.targets import accelerate, deepspeed
+from autopar.targets.arguments import Arguments, find_adapters, flat_texts, options_of, read_mapping
+from autopar.targets.job import Facts, Finding, Job, Layout
+from autopar.targets.python_settings import settings_of
+from autopar.targets.shell import read_script
+from autopar.targets.target import Source
+
+_MICRO = ("per_device_train_batch_size", "micro_batch_size")
+_SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
+_NEUTRAL = re.compile(
+    r"(?!.*(fp8|quant|optim$|liger|compile|packing|attn|flash|bit$|neftune|freeze|unsloth|kernel)).*|sample_packing|packing|"
+    r"attn_impl.*|flash_attn.*|flash_attention|eval_sample_packing|pad_to_sequence_len|.*compile.*=False"
+)
+"""All but options that change kernels, the dtype or what is trained."""
+
+
+def reads(source: Source) -> bool:
+    """Whether a file has the batch size of a trainer."""
+    text = source.text
+    axolotl = re.search(r"^base_model:", text, re.MULTILINE) and "micro_batch_size" in text
+    return bool(axolotl) or "per_device_train_batch_size" in text
+
+
+def read(source: Source) -> Job:
+    """The job of a trainer's arguments. Raises AutoparError if there are none."""
+    values, findings = _values(source)
+    if not any(name in values for name in _MICRO):
+        raise AutoparError(f"no job: {source.name} has none of {', '.join(_MICRO)}")
+    args = Arguments({name: value for name, value in values.items() if value != "auto"})
+    args.findings += findings
+    base = _engine(args, source)
+    layout = _layout(args, base.layout)
+    per_node = args.whole("nproc_per_node", "num_gpus", "NPROC_PER_NODE") or base.gpus_per_node
+    nodes = args.whole("nnodes", "num_nodes", "num_machines")
+    gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
+    if model := args.text("model_name_or_path", "base_model", "model", "model_id"):
+        args.find("note", f"the model is {model}: give its dimensions with --model")
+    find_adapters(args)
+    job = args.job(
+        base.framework,
+        _NEUTRAL,
+        layout=layout,
+        gpus=gpus,
+        gpus_per_node=per_node,
+        seq=args.whole(*_SEQ),
+        facts=_facts(args, base.facts),
+    )
+    # what the engine's file leaves to the trainer is said here
+    kept = [finding for finding in base.findings if "auto: the trainer decides" not in finding.what]
+    return replace(job, findings=(*kept, *job.findings), unpriced=(*base.unpriced, *job.unpriced))
+
+
+def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
+    """The arguments by name, and findings on them."""
+    suffix = source.name.rsplit(".", 1)[-1].lower()
+    if suffix in ("yaml", "yml", "json"):
+        data = read_mapping(source.text, source.name)
+        values = flat_texts({key: value for key, value in data.items() if value is not None})
+        return {name: value for name, value in values.items() if value != "None"}, ()
+    if suffix == "py":
+        settings = settings_of(
+            source.text, source.name, source.function, lambda found: _has_micro(found)
+        )
+        values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
+        return values, settings.findings
+    script = read_script(source.text, source.read_file)
+    found: dict[str, str] = {}
+    for words, _ in script.commands:
+        options = options_of(words)
+        if _has_micro(options) and words[0] not in ("echo", "printf"):
+            found = options
+            if "swift" in words[0]:
+                found = {"gradient_checkpointing": "true", "bf16": "true"} | found
+    unread = [Finding("unknown", f"the script reads {name}, which is not beside it: values may stand there",
+                      legal=(f"put {name} beside the file",)) for name in script.unread]  # fmt: skip
+    if "NPROC_PER_NODE" in script.variables:
+        found.setdefault("NPROC_PER_NODE", script.text_of("NPROC_PER_NODE"))
+    return found, tuple(unread)
+
+
+def _has_micro(values: Mapping[str, str]) -> bool:
+    return any(path.rpartition(".")[2] == _MICRO[0] for path in values)
+
+
+def _engine(args: Arguments, source: Source) -> Job:
+    """The job of what shards: DeepSpeed or FSDP, from its file or from the arguments."""
+    file = args.text("deepspeed", "deepspeed_config", "ds_config") or ""
+    launch = args.text("config_file") or ""
+    for name, read_engine in ((file, deepspeed.read), (launch, accelerate.read)):
+        if not re.search(r"\.(json|ya?ml)$", name):
+            continue
+        text = source.read_file(name)
+        if text is not None:
+            return read_engine(Source(text, name.rpartition("/")[2], source.read_file))
+        args.find("unknown", f"sharding stands in {name}, which is not beside the file",
+                  legal=(f"put {name} beside it", f"autopar check {name}"))  # fmt: skip
+        return Job("deepspeed" if name == file else "accelerate")
+    stage = re.search(r"zero[_-]?(\d)", file)
+    if stage or "zero_stage" in args.values:
+        zero = int(stage[1]) if stage else args.whole("zero_stage", least=0) or 0
+        offload = ("parameters" if zero == 3 else "optimizer") if "offload" in file else "none"
+        return Job("deepspeed", layout=Layout(zero=zero, offload=offload))
+    return Job("accelerate", layout=_fsdp(args))
+
+
+def _fsdp(args: Arguments) -> Layout:
+    words = (args.text("fsdp") or "").replace(",", " ").strip("[]'\" ").split()
+    names = {word.strip("'\"") for word in words}
+    inside = {path.removeprefix("fsdp_config.").removeprefix("fsdp_"): value
+              for path, value in args.values.items() if path.startswith("fsdp_config.")}  # fmt: skip
+    args.read.update(path for path in args.values if path.startswith("fsdp_config."))
+    if not names and not inside and "dp_shard_size" not in args.values:
+        return Layout()
+    strategy = inside.get("sharding_strategy", "").upper()
+    kept = "shard_grad_op" in names or strategy == "SHARD_GRAD_OP"
+    kept = kept or inside.get("reshard_after_forward", "true").lower() == "false"
+    whole = "no_shard" in names or strategy == "NO_SHARD"
+    if "hybrid" in f"{names}{strategy}".lower():
+        args.find("note", "hybrid sharding shards within a node: priced as over all devices")
+    offload = "offload" in names or inside.get("offload_params", "false").lower() == "true"
+    full = inside.get("activation_checkpointing", "false").lower() == "true"
+    return Layout(
+        zero=0 if whole else 2 if kept else 3,
+        offload="parameters" if offload else "none",
+        recompute="full" if full else "none",
+    )
+
+
+def _layout(args: Arguments, base: Layout) -> Layout:
+    shard, copies = args.whole("dp_shard_size"), args.whole("dp_replicate_size") or 1
+    ep = args.whole("expert_parallel_size") or 1
+    if ep > 1:
+        ranks = f"{(shard or 1) * copies} x {ep} data-parallel ranks"
+        args.find("note", f"expert_parallel_size multiplies the devices in Axolotl: {ranks}")
+    recompute = args.flag("gradient_checkpointing")
+    if "finetuning_type" in args.values and recompute is None:  # LLaMA-Factory's default
+        recompute = not args.flag("disable_gradient_checkpointing")
+    batch = args.whole("train_batch_size", "global_batch_size")
+    micro = args.whole(*_MICRO) or 1
+    return replace(
+        base,
+        tp=args.whole("tensor_parallel_size") or base.tp,
+        cp=args.whole("context_parallel_size", "sequence_parallel_size") or base.cp,
+        dp=shard * copies * ep if shard else base.dp,
+        ep=ep,
+        copies=copies if shard and base.zero else base.copies,
+        micro_batch=micro,
+        global_batch=batch or (base.global_batch if not args.values.get(_MICRO[0]) else None),
+        accumulation=1 if batch else args.whole("gradient_accumulation_steps") or 1,
+        recompute="full" if recompute else base.recompute,
+    )
+
+
+def _facts(args: Arguments, base: Facts) -> Facts:
+    if args.flag("fp8"):
+        base = replace(base, fp8="delayed" if args.text("fp8_backend") == "te" else "tensorwise")
+        args.flag("fp8_enable_fsdp_float8_all_gather")
+    dtype = (args.text("torch_dtype", "dtype") or "").removeprefix("torch.")
+    if args.flag("bf16") or dtype in ("bfloat16", "bf16"):
+        return replace(base, precision="bf16", dropout=0.0)
+    if args.flag("fp16"):
+        return replace(base, precision="fp16", dropout=0.0)
+    named = {"bf16", "fp16"} & set(args.values)
+    return replace(base, precision="fp32" if named else base.precision, dropout=0.0)

@@ -1,0 +1,347 @@
+"""A small job in each form that public repositories have, written by hand."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.jobs.pricing import setting_of
+from autopar.targets.job import Job
+from autopar.targets.registry import read_job
+
+MODEL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
+
+
+def job_of(tmp_path: Path, name: str, text: str, **beside: str) -> Job:
+    """The job of a file with others beside it; in their names, `__` stands for a dot."""
+    for other, content in beside.items():
+        (tmp_path / other.replace("__", ".")).write_text(content)
+    file, _, function = name.partition(":")
+    (tmp_path / file).write_text(text)
+    return read_job(str(tmp_path / file) + (f":{function}" if function else ""))
+
+
+def said(job: Job, *kinds: str) -> str:
+    """The findings of some kinds, as one text."""
+    return "; ".join(str(finding) for finding in job.findings if finding.kind in kinds)
+
+
+def test_megatron_deepspeed(tmp_path) -> None:
+    text = f"""#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --gres=gpu:4
+ARGS="{MODEL} --fp16 --checkpoint-activations --num-key-value-heads 4 --position-embedding-type alibi --pad-vocab-size-to 50304
+    --micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+    --pp-partition-method type:transformer|embedding"
+DS="--deepspeed --deepspeed_config ds.json --zero-stage 1 --deepspeed-activation-checkpointing"
+export LAUNCHER="python -u -m torch.distributed.launch --nproc_per_node 4 --nnodes 4"
+export CMD="`pwd`/pretrain_gpt.py $ARGS $DS"
+echo $CMD 2>&1
+srun bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee log.txt
+"""
+    job = job_of(tmp_path, "train.slurm", text)
+    by = job.layout
+    assert (by.tp, by.pp, by.zero, by.recompute, by.micro_batch, by.global_batch) == (2, 2, 1, "full", 2, 64)  # fmt: skip
+    assert (job.gpus, job.gpus_per_node) == (16, 4)
+    assert (job.shape.kv_heads, job.shape.vocab, job.shape.positions) == (4, 50304, "alibi")
+    assert job.unpriced == () and said(job, "unknown", "refused") == ""
+
+
+def test_embedding_and_loss_count_as_layers(tmp_path) -> None:
+    model = MODEL.replace("12 --hidden", "14 --hidden")
+    text = f"torchrun pretrain_gpt.py {model} --pipeline-model-parallel-size 4 --pp-partition-method 'type:transformer|embedding'"
+    assert job_of(tmp_path, "train.sh", text).layout.stages == (3, 4, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--activations-checkpoint-method uniform", "full"),
+        ("--checkpoint-activations", "full"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "none"),
+        ("--recompute-granularity selective", "selective"),
+    ],
+)
+def test_recomputation_in_earlier_words(tmp_path, options: str, expected: str) -> None:
+    job = job_of(tmp_path, "train.sh", f"torchrun pretrain_gpt.py {MODEL} {options}")
+    assert job.layout.recompute == expected
+
+
+def test_placeholders_and_options_behind_them(tmp_path) -> None:
+    text = f"""options="{MODEL} --save <PATH TO CHECKPOINTS> --tensorboard-dir <TENSORBOARD DIRECTORY> --bf16"
+srun sh -c "python -u pretrain_gpt.py ${{options}}"
+"""
+    assert job_of(tmp_path, "train.sh", text).facts.precision == "bf16"
+
+
+def test_files_that_a_script_reads_from_its_own_folder(tmp_path) -> None:
+    text = "TP=4\nDIR=$(cd $(dirname $0) && pwd)\n. $DIR/common.sh\nexit 0\n"
+    common = f'ARGS="{MODEL} --tensor-model-parallel-size $TP"\ntorchrun pretrain_gpt.py $ARGS\n'
+    assert job_of(tmp_path, "run.sh", text, common__sh=common).layout.tp == 4
+
+
+def test_a_value_that_may_hold_options(tmp_path) -> None:
+    text = f"torchrun pretrain_gpt.py {MODEL} --tokenizer-type GPT2BPETokenizer $EXTRA_ARGS"
+    assert "$EXTRA_ARGS" in said(job_of(tmp_path, "run.sh", text), "unknown")
+
+
+def test_a_comment_does_not_contradict_what_is_not_known(tmp_path) -> None:
+    text = f"# run.sh with TP=2\ntorchrun pretrain_gpt.py {MODEL} --tensor-model-parallel-size $1"
+    assert said(job_of(tmp_path, "run.sh", text), "contradiction") == ""
+
+
+def test_ms_swift(tmp_path) -> None:
+    text = """NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 \\
+    --decoder_last_pipeline_num_layers 13 --micro_batch_size 1 --global_batch_size 16 --max_length 8192 --packing true
+"""
+    job = job_of(tmp_path, "sft.sh", text)
+    assert (job.layout.zero, job.facts.precision, job.seq, job.gpus_per_node) == (
+        1,
+        "bf16",
+        8192,
+        8,
+    )
+    assert job.layout.stages == ()  # the file does not say the layers
+    model = "llama:layers=27,hidden=64,heads=4,ffn=128,vocab=256,seq=8192"
+    setting = setting_of(job, ClusterSpec.parse("h100:8"), model)
+    assert setting.job.layout.stages == (14, 13)
+
+
+def test_verl(tmp_path) -> None:
+    text = """python3 -m verl.trainer.main_ppo data.max_prompt_length=512 data.max_response_length=512 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=8 actor_rollout_ref.rollout.n=5 trainer.n_gpus_per_node=8 trainer.nnodes=2 $@
+"""
+    job = job_of(tmp_path, "grpo.sh", text)
+    by = job.layout
+    assert (by.tp, by.pp, by.micro_batch, by.global_batch) == (4, 2, 2, 320)
+    assert (job.seq, job.gpus, job.facts.precision) == (1024, 16, "bf16")
+
+
+def test_nemo_yaml(tmp_path) -> None:
+    text = """
+trainer: {devices: 8, num_nodes: 2, precision: bf16-mixed, max_steps: 100}
+exp_manager: {name: x}
+model:
+  mcore_gpt: true
+  micro_batch_size: 1
+  global_batch_size: 32
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 1
+  encoder_seq_length: 2048
+  num_layers: 4
+  hidden_size: 256
+  num_attention_heads: ${.num_layers}
+  ffn_hidden_size: 512
+  activation: fast-swiglu
+  activations_checkpoint_granularity: full
+  activations_checkpoint_method: uniform
+  activations_checkpoint_num_layers: 1
+  fp8: false
+  data: {seq_length: "${model.encoder_seq_length}", num_workers: 2}
+  optim: {name: distributed_fused_adam, lr: 1.0e-4}
+"""
+    job = job_of(tmp_path, "gpt.yaml", text)
+    by = job.layout
+    assert (by.tp, by.zero, by.recompute, job.seq, job.gpus) == (2, 1, "full", 2048, 16)
+    assert (job.facts.precision, job.facts.fp8, job.shape.gated) == ("bf16", "", True)
+    assert job.shape.heads == 4 and job.unpriced == ()
+
+
+def test_primus_yaml(tmp_path) -> None:
+    text = """
+work_group: ${TEAM:amd}
+modules:
+  pre_trainer:
+    framework: megatron
+    model: llama3_8B.yaml
+    overrides:
+      micro_batch_size: 2
+      global_batch_size: 128
+      tensor_model_parallel_size: ${PRIMUS_TP:2}
+      seq_length: 8192
+      use_distributed_optimizer: true
+"""
+    job = job_of(tmp_path, "pretrain.yaml", text)
+    assert (job.layout.tp, job.facts.precision, job.layout.zero) == (2, "bf16", 1)
+    assert "$PRIMUS_TP is taken to be unset" in said(job, "note")
+
+
+NEMO = """
+import os
+os.system("touch ran")
+
+def model() -> run.Config:
+    return run.Config(LlamaModel, config=run.Config(Llama3Config8B))
+
+def trainer(tensor_parallelism: int = 1, sequence_parallelism: bool = False, num_nodes: int = 1):
+    strategy = run.Config(nl.MegatronStrategy, tensor_model_parallel_size=tensor_parallelism, pipeline_model_parallel_size=2,
+                          sequence_parallel=sequence_parallelism)
+    return run.Config(nl.Trainer, devices=8, num_nodes=num_nodes, strategy=strategy)
+
+def finetune_recipe(name: str = "default"):
+    return run.Partial(finetune, trainer=trainer(tensor_parallelism=8))
+
+def pretrain_recipe(num_nodes: int = 4, performance_mode: bool = False):
+    recipe = run.Partial(pretrain, trainer=trainer(tensor_parallelism=4, sequence_parallelism=True, num_nodes=num_nodes),
+                         data=run.Config(MockDataModule, seq_length=4096, global_batch_size=64, micro_batch_size=2))
+    if performance_mode:
+        recipe.trainer.strategy.tensor_model_parallel_size = 1
+    return recipe
+"""
+
+
+def test_nemo_recipes(tmp_path) -> None:
+    job = job_of(tmp_path, "llama.py", NEMO)
+    by = job.layout
+    assert (by.tp, by.pp, by.sequence_parallel, by.micro_batch, by.global_batch) == (4, 2, True, 2, 64)  # fmt: skip
+    assert (job.seq, job.gpus, job.framework, by.zero) == (4096, 32, "bridge", 1)
+    assert "give llama.py:NAME" in said(job, "note") and job.unpriced == ()
+    assert job_of(tmp_path, "llama.py:finetune_recipe", NEMO).layout.tp == 8
+    with pytest.raises(AutoparError, match="no function other; it has model, trainer"):
+        job_of(tmp_path, "llama.py:other", NEMO)
+
+
+def test_bridge_recipes(tmp_path) -> None:
+    text = """
+def gpt_config():
+    cfg = _pretrain_common()
+    cfg.model = GPTModelProvider(num_layers=12, hidden_size=768, num_attention_heads=12, tensor_model_parallel_size=1)
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.train.global_batch_size = 2 * 16
+    cfg.train.micro_batch_size = 2
+    cfg.mixed_precision = get_mixed_precision_config("bf16_with_fp8_current_scaling_mixed")
+    return cfg
+"""
+    job = job_of(tmp_path, "gpt.py", text)
+    assert (job.layout.tp, job.layout.global_batch, job.shape.layers) == (2, 32, 12)
+    assert job.facts.fp8 == "tensorwise"
+
+
+def test_torchtitan_of_2024_and_its_registry(tmp_path) -> None:
+    text = """
+[model]
+name = "llama2"
+flavor = "70B"
+[training]
+batch_size = 2
+seq_len = 4096
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+[experimental]
+pipeline_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+    job = job_of(tmp_path, "llama2.toml", text)
+    assert (job.layout.tp, job.layout.pp, job.layout.recompute, job.shape.layers) == (8, 2, "full", 80)  # fmt: skip
+    registry = """
+def llama3_debugmodel():
+    return Trainer.Config(model_spec=model_registry("debugmodel"), training=TrainingConfig(max_context_length=256))
+
+def llama3_8b():
+    spec = model_registry("8B")
+    return Trainer.Config(model_spec=spec, activation_checkpoint=SelectiveAC.Config(),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 8192, max_context_length=8192))
+
+def llama3_8b_tp():
+    config = llama3_8b()
+    config.parallelism.tensor_parallel_degree = 2
+    return config
+"""
+    job = job_of(tmp_path, "config_registry.py", registry)
+    assert (job.layout.micro_batch, job.shape.layers, job.layout.tp) == (2, 32, 1)
+    assert job_of(tmp_path, "config_registry.py:llama3_8b_tp", registry).layout.tp == 2
+
+
+def test_axolotl(tmp_path) -> None:
+    text = """
+base_model: Qwen/Qwen3-30B-A3B
+expert_parallel_size: 2
+dp_shard_size: 4
+sequence_len: 2048
+micro_batch_size: 2
+gradient_accumulation_steps: 3
+gradient_checkpointing: true
+bf16: true
+fsdp_config: {fsdp_version: 2, reshard_after_forward: false, offload_params: true}
+"""
+    job = job_of(tmp_path, "moe.yaml", text)
+    by = job.layout
+    assert (by.ep, by.dp, by.zero, by.offload, by.recompute) == (2, 8, 2, "parameters", "full")
+    assert by.batch_on(8) == 2 * 3 * 8
+    assert "multiplies the devices" in said(job, "note")
+
+
+def test_trainer_arguments(tmp_path) -> None:
+    ds = '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}'
+    script = """STAGE=$2
+if [ "$STAGE" == "" ]; then STAGE=3; fi
+torchrun --nproc_per_node=4 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --per_device_train_batch_size 4 \\
+    --gradient_accumulation_steps 8 --model_max_length 512 --bf16 True --gradient_checkpointing """
+    job = job_of(tmp_path, "a.sh", script + "--deepspeed ds.json", ds__json=ds)
+    by = job.layout
+    assert (job.framework, by.zero, by.micro_batch, by.batch_on(4)) == ("deepspeed", 2, 4, 128)
+    assert (job.seq, job.gpus, job.facts.precision, by.recompute) == (512, 4, "bf16", "full")
+    assert said(job, "unknown") == ""
+    job = job_of(tmp_path, "b.sh", script + "--fsdp 'shard_grad_op auto_wrap offload'")
+    assert (job.framework, job.layout.zero, job.layout.offload) == ("accelerate", 2, "parameters")
+    job = job_of(tmp_path, "c.sh", script + "--zero_stage $STAGE --lora_dim 8")
+    assert job.layout.zero == 3 and "low-rank adapters" in said(job, "unknown")
+    job = job_of(tmp_path, "d.sh", script + "--deepspeed other.json")
+    assert "other.json, which is not beside the file" in said(job, "unknown")
+    python = "args = TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=4, fsdp='full_shard')"
+    job = job_of(tmp_path, "e.py", python)
+    assert (job.layout.zero, job.layout.micro_batch, job.layout.accumulation) == (3, 2, 4)
+
+
+def test_llama_factory(tmp_path) -> None:
+    text = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B
+stage: sft
+finetuning_type: full
+deepspeed: examples/ds_z3.json
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+bf16: true
+"""
+    job = job_of(tmp_path, "sft.yaml", text, ds_z3__json='{"zero_optimization": {"stage": 3}}')
+    assert (job.layout.zero, job.layout.recompute, job.seq) == (3, "full", 2048)
+
+
+def test_accelerate_with_a_file_of_deepspeed(tmp_path) -> None:
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    ds = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "bf16": {"enabled": true}}'
+    job = job_of(tmp_path, "accelerate.yaml", text, ds__json=ds)
+    assert (job.layout.zero, job.layout.offload, job.facts.precision) == (3, "parameters", "bf16")
+
+
+EFFECTS = {
+    "a.sh": f"X=$(touch ran)\nY=`touch ran`\neval 'touch ran'\n: ${{Z:=$(touch ran)}}\nA=(1); B=$((A[$(touch ran)]))\n"
+    "cat <<EOF > /dev/null\n$(touch ran)\nEOF\nsource <(touch ran)\ntouch ran | true\n"
+    f"torchrun pretrain_gpt.py {MODEL} --seed $(touch ran)\n",
+    "b.yaml": "a: !!python/object/apply:os.system ['touch ran']\nnum_layers: 2\nhidden_size: 64\n",
+    "c.yaml": "distributed_type: !!python/object/new:os.system [touch ran]\nfsdp_config: {}\n",
+    "d.py": NEMO,
+    "e.py": "import os\n@os.system('touch ran')\ndef llama3_8b(x=os.system('touch ran')):\n    os.system('touch ran')\n"
+    "    return Trainer.Config(training=TrainingConfig(max_context_length=os.system('touch ran')), parallelism=ParallelismConfig())\n",
+    "f.py": "import os\nTrainingArguments(per_device_train_batch_size=[os.system('touch ran') for _ in [1]][0])\n",
+    "g.sh": "torchrun train.py --per_device_train_batch_size $(touch ran) --deepspeed `touch ran`\n",
+    "h.json": '{"zero_optimization": {"stage": "$(touch ran)"}, "train_batch_size": "__import__(\'os\').system(\'touch ran\')"}',
+    "i.toml": '[parallelism]\nmodule_fqns_per_model_part = "__import__(\'os\').system(\'touch ran\')"\npipeline_parallel_degree = 2\n',
+    "j.yaml": "num_layers: '${oc.eval:__import__(\"os\").system(\"touch ran\")}'\nhidden_size: '${NAME:$(touch ran)}'\nseq_length: 8\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_nothing_of_a_file_runs(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(AutoparError):
+        job_of(tmp_path, name, EFFECTS[name])
+    assert not (tmp_path / "ran").exists()
