@@ -67,7 +67,7 @@ class Slice:
 
     @property
     def action(self) -> str:
-        """`kind`, but 'B' for the first stage if backward is split: all of it is in its 'W'."""
+        """`kind`, or 'B' for 'W' of the first stage, which then runs its whole backward."""
         return "B" if self.kind == "W" and self.stage == 0 else self.kind
 
 
