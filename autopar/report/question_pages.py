@@ -13,7 +13,7 @@ from autopar.explaining.why_not import WhyNot, why_not_data, why_not_lines
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.report.bars_figure import StepBar, bars_figure
-from autopar.report.numbers import Numbers
+from autopar.report.numbers import Number, Numbers
 from autopar.report.page import Page, Section, Table, Words
 from autopar.report.pareto_figure import Spot, pareto_figure
 from autopar.request.pins import pin_text
@@ -31,11 +31,15 @@ def compare_page(entries: Sequence[Entry | Impossible], cluster: Cluster) -> Pag
     for k, entry in planned:
         plan, at = entry.plan, f"{k}.plan"
         bars.append(_bar(f"{entry.name}: {layout_words(plan)}", plan, n, at))
-        row = [entry.name, short_words(plan), n.number(f"{k}.ratio", lambda r: f"{r:.3f} x")]
+        row: list[Words] = [
+            entry.name,
+            short_words(plan),
+            n.number(f"{k}.ratio", lambda r: f"{r:.3f} x"),
+        ]
         cost = [n.count(f"{k}.dollars_per_million_tokens")] if priced else []
         rows.append([*row, *_merits(plan, n, at), *cost])
     heads = ("name", "plan", "of the best", *_MERITS, *(["$ per million tokens"] * priced))
-    lead = [
+    lead: list[str | Number] = [
         f"Best: {layout_words(best)}. A step takes ",
         n.ms(f"{first}.plan.predicted.step_time_s"),
         ". Bars are steps by part.",
@@ -127,7 +131,7 @@ def _beside(n: Numbers) -> Iterator[Table]:
 def _least(n: Numbers, plan: Plan) -> Section:
     at = "least_memory.plan.predicted.memory"
     rows = [(MEMORY_WORDS.get(part, part), n.gib(f"{at}.{part}")) for part in plan.predicted.memory]
-    lead = [
+    lead: list[str | Number] = [
         f"{layout_words(plan)} needs the least memory under the pins. A device has ",
         n.gib("least_memory.capacity_bytes"),
         ".",
