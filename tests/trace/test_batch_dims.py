@@ -89,7 +89,7 @@ def test_rows_along_another_dim_are_exact_over_two_ranks(pool2):
 def test_what_is_taken_for_rows_by_chance_is_exact_or_refused_by_name(pool2):
     dims = {"frames": 1}  # places has as many entries as the batch has rows
     with pytest.raises(
-        AutoparError, match=r"zip\(frames, self.embed\(places\).*say so by the input's name"
+        AutoparError, match=r"zip\(frames, self.embed\(places\).*say so by its name, as batch_dims="
     ):
         trace(Recurrent(), batches()[0], batch_dims=dims)
     assert trained(0, 1, Reversed, dims, {"micro_batch": 2}) <= 1
