@@ -92,6 +92,7 @@ def _core_again(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str]
     kept = {
         name: SavedByOp(tuple(v for v in saved[name].values if v not in inside), 0.0)
         for name in core
+        if name in saved  # else it takes one of an op's results
     }
     return Rerun(core, kept)
 

@@ -7,6 +7,7 @@ argument gives; every process that captures the model keeps them itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,10 @@ def custom_function(tensors: list[Tensor], sizes: list[int], name: str) -> list[
         lists[each.list][each.index] if isinstance(each, _Place) else each
         for each in call.arguments
     ]
-    result = call.function.apply(*pytree.tree_unflatten(flat, call.structure))
+    # on the meta device, what the function makes itself must be there too
+    place = torch.device("meta") if any(x.is_meta for x in tensors) else nullcontext()
+    with place:
+        result = call.function.apply(*pytree.tree_unflatten(flat, call.structure))
     results = [result] if isinstance(result, Tensor) else list(result)
     if not all(isinstance(each, Tensor) for each in results):
         raise NotImplementedError("it returns something that is no tensor")

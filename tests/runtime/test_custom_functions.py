@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.exactness import token_batches
-from support.trained_stacks import VOCAB, WIDTH, Stack, assert_exact, built
+from support.exactness import token_batches, train, update_error
+from support.trained_stacks import VOCAB, WIDTH, Stack, assert_exact, built, trained
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -72,6 +72,22 @@ class Straight(torch.autograd.Function):
         scores, chosen = ctx.saved_tensors
         weights = scores.softmax(-1)
         return weights * grad * 1.5 - weights * (weights.gather(-1, chosen) * grad), None
+
+
+class MaskedSoftmax(torch.autograd.Function):
+    """A softmax over what a mask leaves; makes the number that it fills in as a tensor."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, mask: Tensor) -> Tensor:
+        least = torch.tensor(torch.finfo(x.dtype).min)
+        result = x.masked_fill(mask, least).softmax(-1).masked_fill(mask, 0.0)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        (result,) = ctx.saved_tensors
+        return result * (grad - (grad * result).sum(-1, keepdim=True)), None
 
 
 class SummedLoss(torch.autograd.Function):
@@ -140,6 +156,23 @@ def router() -> nn.Module:
     return Stack(lambda: Layer(straight))
 
 
+class Attention(nn.Module):
+    """Scores and softmax by hand, one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.o(MaskedSoftmax.apply(scores, later.expand_as(scores)) @ self.v(x))
+
+
+def attention() -> nn.Module:
+    return Stack(Attention)
+
+
 def summed_loss() -> nn.Module:
     return Stack(lambda: Layer(lambda x, w: x.tanh() * w), mean_of_labels)
 
@@ -148,9 +181,24 @@ def mean_loss() -> nn.Module:
     return Stack(lambda: Layer(lambda x, w: x.tanh() * w), MeanLoss.apply)
 
 
-@pytest.mark.parametrize("maker", [rounded, reversed_, gated_norm, router, summed_loss])
+@pytest.mark.parametrize("maker", [rounded, reversed_, gated_norm, router, attention, summed_loss])
 def test_they_train_as_on_one_device(pool2, maker):
     assert_exact(pool2, maker)
+
+
+def test_an_attention_with_one_runs_again_in_backward(pool2):
+    model = built(attention)[0]
+    plan = autopar.plan(
+        model,
+        "cpu:2",
+        token_batches(VOCAB)[0],
+        pin={"tp": 2, "recompute": "selective"},
+        precision="fp64",
+    )
+    expected = train(model, token_batches(VOCAB))
+    for ((losses, state),) in pool2.run(trained, attention, [plan.to_json()]):
+        assert update_error(expected, state) <= 1.0
+        assert losses == pytest.approx(expected.losses, rel=1e-9)
 
 
 def test_a_loss_that_divides_by_a_count_keeps_its_batch(pool2):
