@@ -47,7 +47,7 @@ _TIMM: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "regnetx_002": {},
     "regnety_002": {},
-    "ghostnet_100": {},
+    "ghostnet_100": {"drop_rate": 0.0},
     "hrnet_w18_small": {},
     "densenet121": {"block_config": (2, 2, 2), "growth_rate": 8},
 }  # fmt: skip
@@ -61,21 +61,22 @@ def _timm(name: str, values: dict[str, Any]) -> nn.Module:
 
 # ------------------------------------------------------------------------------------ torchvision
 
-_TORCHVISION = (
-    "resnet18",
-    "mobilenet_v2",
-    "mobilenet_v3_small",
-    "shufflenet_v2_x0_5",
-    "squeezenet1_1",
-    "regnet_y_400mf",
-    "mnasnet0_5",
-)
+_TORCHVISION: dict[str, dict[str, Any]] = {
+    "resnet18": {},
+    "mobilenet_v2": {},
+    "mobilenet_v3_small": {},
+    "shufflenet_v2_x0_5": {},
+    "squeezenet1_1": {},
+    "regnet_y_400mf": {},
+    "mnasnet0_5": {"dropout": 0.0},
+}
 
 
-def _torchvision(name: str) -> nn.Module:
+def _torchvision(name: str, values: dict[str, Any]) -> nn.Module:
     import torchvision
 
-    return Classifier(torchvision.models.get_model(name, weights=None, num_classes=CLASSES))
+    model = torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **values)
+    return Classifier(model)
 
 
 def _torchvision_vit() -> nn.Module:
@@ -268,8 +269,8 @@ def _signal_models() -> dict[str, PublicModel]:
 
     for name, values in _TIMM.items():
         add(f"timm {name}", images(values.get("img_size", 64)), _timm, name, values)
-    for name in _TORCHVISION:
-        add(f"torchvision {name}", images(64), _torchvision, name)
+    for name, values in _TORCHVISION.items():
+        add(f"torchvision {name}", images(64), _torchvision, name, values)
     add("torchvision vit", images(32), _torchvision_vit)
     add("torchvision swin", images(32), _torchvision_swin)
     add("torchvision convnext", images(32), _torchvision_convnext)
