@@ -54,7 +54,6 @@ from autopar.trace.normalize import normalize
 from autopar.trace.row_limits import take_row_limits
 from autopar.trace.rows_together import in_groups_noted, rows_together
 from autopar.trace.uncast import uncast_buffers
-from autopar.trace.user_lines import line_of_node
 
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
@@ -460,25 +459,11 @@ def _traced_alike(
     kept = [
         {name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found
     ]
-    _check_same_ops(*found)
     common = set.intersection(*kept)
     return [
         traced if own == common else traced_on(each, kept_buffers=common)
         for traced, own, each in zip(found, kept, inputs, strict=True)
     ]
-
-
-def _check_same_ops(longest: TracedModel, *shorter: TracedModel) -> None:
-    """Raise AutoparError if shorter batches run ops that the longest does not, so that its plan does
-    not fit them.
-    """
-    known = {(block.name, node.name) for block in longest.classes for node in block.graph.nodes}
-    for node, block in ((n, b) for one in shorter for b in one.classes for n in b.graph.nodes):
-        if node.op == "call_function" and (block.name, node.name) not in known:
-            raise AutoparError(
-                f"buckets: a shorter batch runs {node.name}{line_of_node(node)}, which one as long as example_inputs does not, so that one "
-                "plan does not fit both. Where forward takes a part of a table, such as of positions, make it longer than the example"
-            )
 
 
 def prepared(model: nn.Module, inputs: Collection[Any] = ()) -> nn.Module:

@@ -206,29 +206,6 @@ def test_buckets_are_lengths_of_at_most_the_example(buckets):
         )
 
 
-class Placed(nn.Module):
-    """Attention over positions, which a table of `longest` tells apart."""
-
-    def __init__(self, longest: int) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
-        self.places = nn.Parameter(torch.randn(longest, 4))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(input_ids) + self.places[: input_ids.shape[1]]
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def test_a_table_that_the_example_reads_whole_is_told():
-    ids = torch.zeros(4, 8, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids}
-    with pytest.raises(
-        AutoparError, match=r"runs slice_1 \(test_padding.py:.*\), .* make it longer"
-    ):
-        autopar.parallelize(Placed(8), "cpu:1", batch, sgd, buckets=[6])
-    autopar.parallelize(Placed(9), "cpu:1", batch, sgd, buckets=[6])
-
-
 def test_a_batch_that_is_too_long_says_what_was_planned():
     with pytest.raises(
         AutoparError, match=r"has shape \(8, 13\); the model was planned for \(batch, 12\)"

@@ -26,7 +26,7 @@ SIZES = {
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "max_position_embeddings": LONGEST + 6,
+    "max_position_embeddings": LONGEST,
     "pad_token_id": 0,
 }
 Batch = dict[str, Tensor]
