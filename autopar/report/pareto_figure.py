@@ -10,6 +10,7 @@ from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
 from autopar.report.numbers import Number, Numbers
 from autopar.report.svg import Svg
+from autopar.text.plan_words import choice_words
 
 _WIDE, _TALL, _LEFT, _BOTTOM = 720.0, 320.0, 78.0, 44.0
 _MOST_SLOWER = 4.0
@@ -37,8 +38,8 @@ def front(spots: Sequence[Spot]) -> list[Spot]:
 
 
 def candidates(plan: Plan, numbers: Numbers) -> list[Spot]:
-    """The candidates for which the search found a plan, by step time and memory. Those far slower
-    than the plan are left out.
+    """The candidates for which the search found a plan, and the runners-up, by step time and memory.
+    Those far slower than the plan are left out.
     """
     limit_s = _MOST_SLOWER * plan.predicted.step_time_s
     found = []
@@ -56,6 +57,11 @@ def candidates(plan: Plan, numbers: Numbers) -> list[Spot]:
                     "the plan" if entry["outcome"] == "chosen" else "",
                 )
             )
+    for number, entry in enumerate(plan.certificate.runners_up):
+        if entry["time_s"] is not None and entry["time_s"] <= limit_s:
+            at = f"certificate.runners_up.{number}"
+            name = choice_words(entry)
+            found.append(Spot(name, numbers.ms(f"{at}.time_s"), numbers.gib(f"{at}.memory_bytes")))
     return found
 
 

@@ -25,7 +25,7 @@ from autopar.report.sections import PlanPage
 from autopar.report.svg import Svg
 from autopar.report.timeline import Timeline
 from autopar.report.waterfall import waterfall
-from autopar.text.device_words import fullest_rank
+from autopar.text.device_words import fullest_rank, misfit_chance
 from autopar.text.measured import evidence
 from autopar.text.plan_words import dollars_per_million_tokens
 
@@ -137,6 +137,7 @@ def derived(report: Report) -> dict[str, Any]:
         found["axes"] = [asdict(place) for place in places]
         peak, limit = fullest_rank(plan, cluster)
         found["full_share"] = peak / limit
+        found["misfit_chance"] = misfit_chance(plan, cluster)
         found["dollars"] = dollars_per_million_tokens(plan, cluster)
         if known := evidence(plan, cluster.groups[0].device.name):
             found["accuracy"] = asdict(known)

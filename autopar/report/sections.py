@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.explaining.plan_report import outcome_counts, runnable_words
+from autopar.explaining.runners_up import why
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
@@ -20,10 +21,10 @@ from autopar.report.pareto_figure import candidates, front, pareto_figure
 from autopar.report.timeline import Timeline
 from autopar.report.timeline_figure import shown_rows, timeline_figure
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall, waterfall_figure
-from autopar.text.plan_words import layout_words, sharing_words, staleness
+from autopar.text.plan_words import choice_words, layout_words, sharing_words, staleness
 from autopar.text.units import gap_words
 
-_RUNNERS_UP, _MOST_LOST = 6, 40
+_SHOWN, _MOST_LOST = 6, 40
 _PROOFS = {
     "feasible": "the best found in the time limit",
     "optimal": "proved optimal within the search space",
@@ -53,6 +54,7 @@ class PlanPage:
             self.where_it_goes,
             self.block,
             self.runners_up,
+            self.candidates,
             self.pareto,
             self.lints,
             self.assumptions,
@@ -73,8 +75,11 @@ class PlanPage:
             lead += [
                 "The fullest device needs ",
                 n.percent("report.full_share"),
-                " of its memory. ",
+                " of its memory",
             ]
+            if n.value("report")["misfit_chance"] is not None:
+                lead += [", with a chance of ", n.percent("report.misfit_chance"), " not to fit"]
+            lead.append(". ")
         rest = ", and nothing is proved about the others" if plan.certificate.bound_s <= 0 else ""
         lead += [f"The plan is {proof} (gap ", gap, f"){rest}. ", *self._sure()]
         items: list[Words] = [self._bound_by()]
@@ -262,14 +267,23 @@ class PlanPage:
         )
         return Section("block", "A block", lead, block_figure(graph), note=note)
 
-    def runners_up(self) -> Section:
-        """The next candidates, each with why it lost."""
+    def runners_up(self) -> Section | None:
+        """The best plan of each other family of layouts, with what it loses and where."""
+        rows = _runners_up(self.plan, self.numbers)
+        if not rows:
+            return None
+        columns = ("family", "best plan", "step time", "longer", "memory", "why")
+        lead = "The best plan of each other family of layouts."
+        return Section("runners-up", "Runners-up", lead, tables=(Table(columns, rows, (2, 3, 4)),))
+
+    def candidates(self) -> Section:
+        """The candidates of the search, each with why it lost."""
         meshes = self.plan.certificate.meshes
         order = sorted(
             lost(meshes),
             key=lambda number: (meshes[number]["outcome"] != "solved", _least_s(meshes[number])),
         )
-        rows = [self._runner_up(number) for number in order[:_MOST_LOST]]
+        rows = [_candidate(self.plan, number, self.numbers) for number in order[:_MOST_LOST]]
         counts = outcome_counts(self.plan.certificate)
         said = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         lead: list[str | Number] = [
@@ -287,29 +301,11 @@ class PlanPage:
             "step time",
             "why it lost",
         )
-        table = Table(columns, rows[:_RUNNERS_UP], (5,), rows[_RUNNERS_UP:])
-        return Section("runners-up", "Runners-up", lead, tables=(table,) if rows else ())
-
-    def _runner_up(self, number: int) -> list[Words]:
-        entry, n = self.plan.certificate.meshes[number], self.numbers
-        at = f"certificate.meshes.{number}"
-        step: Words = ""
-        if entry["outcome"] == "solved":
-            step = n.ms(f"{at}.time_s")
-        elif entry.get("bound_s"):
-            step = ["at least ", n.ms(f"{at}.bound_s")]
-        return [
-            mesh_words(entry["mesh"]),
-            n.count(f"{at}.micro_batch"),
-            entry["schedule"],
-            sharing_words(entry["zero"], entry.get("shard", 0)),
-            entry["recompute"],
-            step,
-            why_lost(self.plan, entry),
-        ]
+        table = Table(columns, rows[:_SHOWN], (5,), rows[_SHOWN:])
+        return Section("candidates", "Candidates", lead, tables=(table,) if rows else ())
 
     def pareto(self) -> Section | None:
-        """Time against memory of all solved candidates."""
+        """Time against memory of all solved candidates and runners-up."""
         spots = candidates(self.plan, self.numbers)
         if len(front(spots)) < 2:
             return None
@@ -386,3 +382,38 @@ def why_lost(plan: Plan, entry: dict) -> str:
             return f"none of its placements is more than {gap_words(-slower)} faster"
         return f"none of its placements is less than {gap_words(slower)} slower"
     return entry["reason"]
+
+
+def _runners_up(plan: Plan, n: Numbers) -> list[list[Words]]:
+    """A row for each runner-up of a plan."""
+    own_s, rows = plan.predicted.step_time_s, list[list[Words]]()
+    for k, entry in enumerate(plan.certificate.runners_up):
+        at = f"certificate.runners_up.{k}"
+        if entry["time_s"] is None:
+            rows.append([entry["family"], "none fits", "", "", "", ""])
+            continue
+        longer = n.number(f"{at}.time_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
+        rows.append([
+            entry["family"], choice_words(entry), n.ms(f"{at}.time_s"), longer,
+            n.gib(f"{at}.memory_bytes"), why(plan, entry),
+        ])  # fmt: skip
+    return rows
+
+
+def _candidate(plan: Plan, number: int, n: Numbers) -> list[Words]:
+    """The row of the candidate at index `number` of a certificate's meshes."""
+    entry, at = plan.certificate.meshes[number], f"certificate.meshes.{number}"
+    step: Words = ""
+    if entry["outcome"] == "solved":
+        step = n.ms(f"{at}.time_s")
+    elif entry.get("bound_s"):
+        step = ["at least ", n.ms(f"{at}.bound_s")]
+    return [
+        mesh_words(entry["mesh"]),
+        n.count(f"{at}.micro_batch"),
+        entry["schedule"],
+        sharing_words(entry["zero"], entry.get("shard", 0)),
+        entry["recompute"],
+        step,
+        why_lost(plan, entry),
+    ]

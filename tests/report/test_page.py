@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from support.prose import ROOT
 from support.report_pages import answer_of, page_of
-from support.report_plans import CASES, plan_of, report_of
+from support.report_plans import CASES, plan_of, report_of, request_of, traced_of
 
 import autopar
+from autopar import api
 from autopar.errors import AutoparError
 from autopar.jobs.report import check_data
 from autopar.report.numbers import Numbers
+from autopar.report.report import Report
+from autopar.request.pins import Pins
+from autopar.text.device_words import misfit_chance
+from autopar.text.units import ms, percent
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 _KEYS = [
@@ -26,6 +32,7 @@ _KEYS = [
     "waterfall",
     "block",
     "runners-up",
+    "candidates",
     "pareto",
     "lints",
     "assumptions",
@@ -88,7 +95,7 @@ def test_a_page_is_well_formed_and_its_numbers_are_those_of_the_data(case):
         "timeline",
         "memory",
         "waterfall",
-        "runners-up",
+        "candidates",
         "assumptions",
     } <= set(page.sections)
     assert len(text.encode()) < 500_000
@@ -99,6 +106,24 @@ def test_a_page_is_well_formed_and_its_numbers_are_those_of_the_data(case):
     for path, value, shown in page.numbers:
         assert value == look.value(path), path
         assert re.search(r"\d", shown), f"{path} is shown as {shown!r}"
+
+
+def test_the_page_has_the_runners_up_of_the_text_and_the_chance_that_it_does_not_fit():
+    case = "no pipeline"
+    request = replace(request_of(case), pin=Pins(), runners_up=True)
+    plan = api.plan_traced(traced_of(CASES[case][0]), request, time_limit_s=20.0)
+    report = Report(plan, request.cluster)
+    page = Reader(report.html())
+    assert page.sections.index("runners-up") + 1 == page.sections.index("candidates")
+    shown = {(path, text): value for path, value, text in page.numbers}
+    found = [k for k, entry in enumerate(plan.certificate.runners_up) if entry["time_s"]]
+    assert len(found) > 1
+    for k in found:
+        own_s = plan.certificate.runners_up[k]["time_s"]
+        assert shown[f"certificate.runners_up.{k}.time_s", ms(own_s)] == own_s
+        assert ms(own_s) in str(report)
+    chance = misfit_chance(plan, request.cluster)
+    assert chance is not None and shown["report.misfit_chance", percent(chance)] == chance
 
 
 @pytest.mark.parametrize("name", ["a job that does not fit", "a refused job", "compare", "sweep"])
