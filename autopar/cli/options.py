@@ -148,6 +148,17 @@ _SOFTWARE = {
 """Options for the software: a framework, and parts by field of `Software`."""
 
 
+def together(*options: Callable) -> Callable[[Callable], Callable]:
+    """A decorator that adds several options, of which the last is the first in the help."""
+
+    def added(command: Callable) -> Callable:
+        for option in options:
+            command = option(command)
+        return command
+
+    return added
+
+
 def search(command: Callable) -> Callable:
     """A decorator that adds the options of every command that searches for plans: headroom,
     tolerance, precision, time limit, runnable, the mean of micro-batch losses, and the software.
@@ -165,11 +176,8 @@ def search(command: Callable) -> Callable:
             software = software_like(name, software, at, parse_pins(pin or ""), precision, within)
         return command(*args, **given, software=software)
 
-    found: Callable = with_software
     others = (micro_batch_mean, runnable, limit, tolerance, headroom, precision)
-    for option in (*_SOFTWARE.values(), *others):
-        found = option(found)
-    return found
+    return together(*_SOFTWARE.values(), *others)(with_software)
 
 
 def software_from(parts: Mapping[str, Any]) -> Software:

@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from autopar.cli.options import together
+
 if TYPE_CHECKING:
     from autopar.report.page import Page
     from autopar.report.report import Report
 
-
 _PATH = click.Path(dir_okay=False)
 
 
-def page_options(command: Callable) -> Callable:
-    """A decorator that adds the options of a page."""
-    for option in (
-        click.option(
-            "--svg",
-            type=click.Path(file_okay=False),
-            metavar="DIR",
-            help="Write the figures of the page to a folder.",
-        ),
-        click.option(
-            "--html",
-            type=_PATH,
-            metavar="report.html",
-            help="Write the report as a page with figures.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def picture_options(command: Callable) -> Callable:
-    """A decorator that adds the options of a page and of a trace."""
-    for option in (
-        click.option(
-            "--ranks",
-            type=click.Choice(["stages", "all"]),
-            default="stages",
-            help="Of --trace: a process for each pipeline rank, or for each rank of the mesh.",
-        ),
-        click.option(
-            "--trace",
-            type=_PATH,
-            metavar="trace.json.gz",
-            help="Write the simulated step as a Chrome trace, for Perfetto.",
-        ),
-    ):
-        command = option(command)
-    return page_options(command)
+page_options = together(
+    click.option(
+        "--svg",
+        type=click.Path(file_okay=False),
+        metavar="DIR",
+        help="Write the figures of the page to a folder.",
+    ),
+    click.option(
+        "--html",
+        type=_PATH,
+        metavar="report.html",
+        help="Write the report as a page with figures.",
+    ),
+)
+"""A decorator that adds the options of a page."""
+picture_options = together(
+    click.option(
+        "--ranks",
+        type=click.Choice(["stages", "all"]),
+        default="stages",
+        help="Of --trace: a process for each pipeline rank, or for each rank of the mesh.",
+    ),
+    click.option(
+        "--trace",
+        type=_PATH,
+        metavar="trace.json.gz",
+        help="Write the simulated step as a Chrome trace, for Perfetto.",
+    ),
+    page_options,
+)
+"""A decorator that adds the options of a page and of a trace."""
 
 
 @dataclass(frozen=True, slots=True)

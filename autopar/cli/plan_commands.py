@@ -345,7 +345,7 @@ def _saved_plan(command: Any) -> Any:
     """A decorator that gives a click command a saved plan, and passes the click context. MODEL,
     CLUSTER and options that belong to them are for plans whose files do not say them.
     """
-    for option in (
+    added = options.together(
         options.as_json,
         options.precision,
         click.option(
@@ -358,9 +358,8 @@ def _saved_plan(command: Any) -> Any:
         click.argument("cluster", required=False),
         click.argument("model", required=False),
         click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json"),
-    ):
-        command = option(command)
-    return click.pass_context(command)
+    )
+    return click.pass_context(added(command))
 
 
 @cli.command()

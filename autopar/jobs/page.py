@@ -56,10 +56,9 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
         lead.append(f"{answer.target.title} refuses it at start. ")
     if answer.plan is None:
         return Section("verdict", "Verdict", [*lead, f"No prediction: {answer.why_not}."])
-    peaks = answer.plan.predicted.peak_memory_bytes
     lead += [
         "It fits: " if answer.fits else "It does not fit: ", "the fullest device needs ",
-        n.gib(f"predicted.peak_memory_bytes.{peaks.index(max(peaks))}"), " of ",
+        n.most_gib("predicted.peak_memory_bytes"), " of ",
         n.gib("memory_bytes"),
     ]  # fmt: skip
     if answer.chance is not None:

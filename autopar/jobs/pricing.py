@@ -100,8 +100,7 @@ class Setting:
         pins = pins_of(layout, self.gpus, self.job.shape.layers)
         key = tuple(pins.items()), layout.batch_on(self.gpus)
         if key not in self._plans:
-            device = replace(self.cluster.device, memory_bytes=UNLIMITED_BYTES)
-            request = self.request_of(layout, replace(self.cluster, device=device))
+            request = self.request_of(layout, unlimited(self.cluster))
             # one or two candidates: helper processes would take longer to start than to search
             self._plans[key] = api.plan_traced(self.traced, request, 60.0, processes=1)
         return self._plans[key]
@@ -145,6 +144,11 @@ def setting_of(
         vpp, stages = target.stages(known)
         known = replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
     return Setting(known, target, cluster, spec or spec_of(shape, length))
+
+
+def unlimited(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with devices of unlimited memory."""
+    return replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
 
 
 def pins_of(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class Numbers:
         """Bytes, as GiB."""
         return self.number(path, gib)
 
+    def most_gib(self, path: str) -> Number:
+        """The largest of a list of bytes, as GiB."""
+        sizes = self.value(path)
+        return self.gib(f"{path}.{sizes.index(max(sizes))}")
+
     def percent(self, path: str) -> Number:
         """A fraction, as percent."""
         return self.number(path, percent)

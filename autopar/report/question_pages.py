@@ -37,7 +37,7 @@ def compare_page(entries: Sequence[Entry | Impossible], cluster: Cluster) -> Pag
             n.number(f"{k}.ratio", lambda r: f"{r:.3f} x"),
         ]
         cost = [n.count(f"{k}.dollars_per_million_tokens")] if priced else []
-        rows.append([*row, *_merits(plan, n, at), *cost])
+        rows.append([*row, *_merits(n, at), *cost])
     heads = ("name", "plan", "of the best", *_MERITS, *(["$ per million tokens"] * priced))
     lead: list[str | Number] = [
         f"Best: {layout_words(best)}. A step takes ",
@@ -88,7 +88,7 @@ def sweep_page(found: Sweep, model: str, cluster: Cluster) -> Page:
         step, dear = n.ms(f"{at}.plan.predicted.step_time_s"), n.count(f"{at}.{cost}")
         spots.append(Spot(str(row.point), step, dear))
         per_device = n.count(f"{at}.tokens_per_s_per_device"), n.percent(f"{at}.efficiency")
-        merits = _merits(row.plan, n, f"{at}.plan")
+        merits = _merits(n, f"{at}.plan")
         rows.append([str(row.point), short_words(row.plan), *merits, *per_device, dear, best])
     heads = ("point", "plan", *_MERITS, "tokens/s a device", "of the first", unit, "Pareto-optimal")
     figure = pareto_figure(f"Step time and {unit}", spots, "step time") if spots else None
@@ -102,14 +102,13 @@ def sweep_page(found: Sweep, model: str, cluster: Cluster) -> Page:
 _MERITS = ("step", "tokens/s", "MFU", "fullest device")
 
 
-def _merits(plan: Plan, n: Numbers, at: str) -> list[Any]:
+def _merits(n: Numbers, at: str) -> list[Any]:
     """The numbers of a plan whose data are under the path `at`, as columns `_MERITS`."""
-    peaks = plan.predicted.peak_memory_bytes
     return [
         n.ms(f"{at}.predicted.step_time_s"),
         n.count(f"{at}.predicted.tokens_per_s"),
         n.percent(f"{at}.predicted.mfu"),
-        n.gib(f"{at}.predicted.peak_memory_bytes.{peaks.index(max(peaks))}"),
+        n.most_gib(f"{at}.predicted.peak_memory_bytes"),
     ]
 
 

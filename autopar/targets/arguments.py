@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import CLOSE, OPEN, is_known, shown_value
+from autopar.targets.expansion import CLOSE, OPEN, Script, is_known, shown_value
 from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
@@ -129,6 +129,18 @@ def find_adapters(args: Arguments) -> None:
             "only low-rank adapters are trained: priced as if all parameters were",
             legal=("plan the model with its adapters: autopar explain module:function",),
         )
+
+
+def unread_files(script: Script) -> list[Finding]:
+    """A finding for each file that a script reads and that is not there."""
+    return [
+        Finding(
+            "unknown",
+            f"the script reads {name}, which is not beside it: values may stand there",
+            legal=(f"put {name} beside the file",),
+        )
+        for name in script.unread
+    ]
 
 
 def may_be_options(word: str) -> bool:

@@ -52,6 +52,11 @@ class Script:
         if text not in self.notes:
             self.notes.append(text)
 
+    def programs(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The commands that do more than print, as (index, words)."""
+        found = ((number, words) for number, (words, _) in enumerate(self.commands))
+        return [(number, words) for number, words in found if words[0] not in ("echo", "printf")]
+
     def text_of(self, name: str) -> str:
         """The value of a variable as a text; the marker of an unknown value if it is not set."""
         value = self.variables.get(name)

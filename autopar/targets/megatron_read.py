@@ -8,7 +8,13 @@ import re
 from collections.abc import Iterable, Mapping
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import Arguments, find_adapters, options_of, read_mapping
+from autopar.targets.arguments import (
+    Arguments,
+    find_adapters,
+    options_of,
+    read_mapping,
+    unread_files,
+)
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
@@ -130,16 +136,11 @@ def _with(job: Job, findings: list[Finding]) -> Job:
 
 def _of_script(source: Source) -> Job:
     script = read_script(source.text, source.read_file)
-    commands = (
-        []
-        if not script.commands
-        else [
-            n for n, (words, _) in enumerate(script.commands) if words[0] not in ("echo", "printf")
-        ]
+    best, launched = max(
+        script.programs(), key=lambda program: _marks(program[1]), default=(-1, ())
     )
-    best = max(commands, key=lambda n: _marks(script.commands[n][0]), default=-1)
     findings: list[Finding] = []
-    if best < 0 or _marks(script.commands[best][0]) < 2:
+    if _marks(launched) < 2:
         for words, _ in script.commands:
             paths = overrides_of(words)
             if _marks(f"--{path.rpartition('.')[2]}" for path in paths) > 1:
@@ -171,9 +172,7 @@ def _of_script(source: Source) -> Job:
             and word not in options.values()
         ):
             findings += _loose(word, options)
-    for name in script.unread:
-        findings.append(Finding("unknown", f"the script reads {name}, which is not beside it: values may stand there",
-                                legal=(f"put {name} beside the file",)))  # fmt: skip
+    findings += unread_files(script)
     findings += [Finding("note", note) for note in script.notes if _matters(note)]
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
         if name in script.variables:

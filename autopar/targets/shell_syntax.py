@@ -37,6 +37,7 @@ _OPERATORS = (
     ")",
 )
 _SPACE = " \t\r"
+_STREAM = re.compile(r"\d+(?=[<>])")
 _PLACEHOLDER = re.compile(r"<[A-Za-z](?:[\w ./:-]*[\w.])?>(?=[\s\"'/)]|$)")
 _ENDS = frozenset(" \t\r\n;&|<>()")
 
@@ -105,7 +106,7 @@ class _Scanner:
                 self.at += 1
                 self._skip_documents()
                 yield Token("line", line)
-            elif stream := re.compile(r"\d+(?=[<>])").match(self.text, self.at):
+            elif stream := _STREAM.match(self.text, self.at):
                 self.at = stream.end()  # `2>&1`: the number belongs to the redirection
             elif (operator := self._operator()) and not self._placeholder():
                 self.at += len(operator)

@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from autopar.errors import AutoparError
 from autopar.targets import accelerate, deepspeed
-from autopar.targets.arguments import Arguments, find_adapters, flat_texts, options_of, read_mapping
+from autopar.targets.arguments import (
+    Arguments,
+    find_adapters,
+    flat_texts,
+    options_of,
+    read_mapping,
+    unread_files,
+)
 from autopar.targets.job import Facts, Finding, Job, Layout
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
@@ -70,24 +77,20 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
         values = flat_texts({key: value for key, value in data.items() if value is not None})
         return {name: value for name, value in values.items() if value != "None"}, ()
     if suffix == "py":
-        settings = settings_of(
-            source.text, source.name, source.function, lambda found: _has_micro(found)
-        )
+        settings = settings_of(source.text, source.name, source.function, _has_micro)
         values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
         return values, settings.findings
     script = read_script(source.text, source.read_file)
     found: dict[str, str] = {}
-    for words, _ in script.commands:
+    for _, words in script.programs():
         options = options_of(words)
-        if _has_micro(options) and words[0] not in ("echo", "printf"):
+        if _has_micro(options):
             found = options
             if "swift" in words[0]:
                 found = {"gradient_checkpointing": "true", "bf16": "true"} | found
-    unread = [Finding("unknown", f"the script reads {name}, which is not beside it: values may stand there",
-                      legal=(f"put {name} beside the file",)) for name in script.unread]  # fmt: skip
     if "NPROC_PER_NODE" in script.variables:
         found.setdefault("NPROC_PER_NODE", script.text_of("NPROC_PER_NODE"))
-    return found, tuple(unread)
+    return found, tuple(unread_files(script))
 
 
 def _has_micro(values: Mapping[str, str]) -> bool:

@@ -29,8 +29,7 @@ from autopar.cli.session import Planner
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.jobs.export import exported_job
-from autopar.jobs.pricing import pins_of
-from autopar.predict.evaluate import UNLIMITED_BYTES
+from autopar.jobs.pricing import pins_of, unlimited
 from autopar.targets.job import Layout
 from autopar.targets.registry import TARGETS, target_of
 from autopar.text.device_words import fullest_rank
@@ -107,12 +106,11 @@ def planner_of(asked: Asked, name: str, time_limit_s: float) -> Planner:
 def recipe_plan(planner: Planner, layout: Layout) -> Plan:
     """The plan with a layout, on devices with unlimited memory."""
     cluster = planner.cluster.one_kind
-    device = replace(cluster.device, memory_bytes=UNLIMITED_BYTES)
     layers = planner.spec.num_layers
     pins = pins_of(
         replace(layout, global_batch=planner.request.global_batch), cluster.num_devices, layers
     )
-    return planner.plan(pins, cluster=replace(cluster, device=device), within_target=False)
+    return planner.plan(pins, cluster=unlimited(cluster), within_target=False)
 
 
 @dataclass(frozen=True, slots=True)
