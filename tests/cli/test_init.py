@@ -60,7 +60,7 @@ def test_explain_draws_a_page_figures_and_a_trace(tmp_path):
     data = json.loads(result.stdout)
     assert data["report"]["ranks"] and data["lints"] is not None
     page = (tmp_path / "r.html").read_text()
-    assert "autopar explain llama-tiny h100:4 --global-batch 8 --seq 16" in page
+    assert "autopar explain llama-tiny h100:4 \\\n    --global-batch 8 --seq 16" in page
     assert (
         f'data-path="predicted.step_time_s" data-value="{data["predicted"]["step_time_s"]!r}"'
         in page
