@@ -58,6 +58,8 @@ LAYOUT_LEGEND = (
     "Column-parallel shards what a layer computes, row-parallel what it sums over.\n"
 )
 """The words of the tables of blocks."""
+MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"
+"""What to do about a gap."""
 LAYERS_HINT = "How each op of a layer runs: --layers.  The search space: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
@@ -307,7 +309,7 @@ def _certificate(plan: Plan, cluster: Cluster | None, verbose: bool) -> Table:
 def _status_words(proof: Certificate) -> str:
     if proof.gap <= PROVED:
         return f"optimal, to within {percent(PROVED)}"
-    return f"{proof.status}, gap {gap_words(proof.gap)}"
+    return f"{proof.status}, gap {gap_words(proof.gap)}; {MORE_TIME}"
 
 
 def _headroom_words(plan: Plan, cluster: Cluster | None) -> str:

@@ -25,7 +25,7 @@ from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.host_time import host_s
 from autopar.solve.costs.pipeline_cost import Stages
 from autopar.solve.search.branch_and_bound import search, solved_together
-from autopar.solve.search.families import runner_up_data, runners_up, same_layout_s
+from autopar.solve.search.families import runner_up_data, runners_up, same_layout_s, simpler_of
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.restaging import Restager
@@ -106,8 +106,8 @@ def _preferred(
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
     asks for runners-up, with them and with the time of the plan's layout on all memory. After a
-    search that ended by its time limit, a runner-up may be faster than its plan, and takes its
-    place. `until` is as for `Preference`.
+    search that ended by its time limit, a runner-up may be faster than its plan, or as good and
+    simpler, and takes its place. `until` is as for `Preference`.
     """
     groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
     preference = Preference(
@@ -121,11 +121,19 @@ def _preferred(
     if better is not None and (1 + request.tolerance) * better.time_s < found.best[1].time_s:
         faster = with_plan(found, candidates, better, "the best of its family")
         return _preferred(request, candidates, replace(faster, fastest=None), restager, until)
+    simpler = simpler_of(others, found, request.tolerance)
+    chosen = found.best[0]
+    if simpler is not None:
+        chosen, first = simpler.candidate, found.fastest or found.best
+        found = with_plan(found, candidates, simpler, "the simplest")
+        slower = first is not None and first[1].time_s < simpler.time_s
+        found = replace(found, fastest=first if slower else None)
+        others = runners_up(groups, candidates, found, restager)
     whole = replace(restager, capacity_bytes=memory_bytes)
     return replace(
         found,
         runners_up=tuple(map(runner_up_data, others)),
-        unlimited_s=same_layout_s(whole, found.best[0]),
+        unlimited_s=same_layout_s(whole, chosen),
     )
 
 

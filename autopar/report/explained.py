@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.explaining.collective_counts import block_collectives
+from autopar.explaining.gains import gains
 from autopar.explaining.lints import lint
 from autopar.explaining.plan_report import BlockCounts
 from autopar.ir.cluster import Cluster
@@ -107,6 +108,7 @@ def full_report(
         counts=counts if counts is not None else block_collectives(planned, plan),
         graph=block_graph(plan, traced, request),
         command=command,
+        gains=gains(plan, traced, request),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.explaining.gains import Gain
 from autopar.explaining.lints import Finding
 from autopar.explaining.plan_report import BlockCounts, explain, plan_data
 from autopar.ir.cluster import Cluster
@@ -45,6 +46,7 @@ class Report:
         counts: the collectives of each block, as for `plan_table`.
         graph: the graph of its most frequent block, or None.
         command: the command line that makes such a plan, or ''.
+        gains: what other software would save.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class Report:
     counts: BlockCounts | None = None
     graph: BlockGraph | None = None
     command: str = ""
+    gains: Sequence[Gain] = ()
 
     def __str__(self) -> str:
         return explain(self.plan, self.counts)
@@ -123,6 +126,7 @@ def derived(report: Report) -> dict[str, Any]:
     plan, cluster, timeline = report.plan, report.cluster, report.timeline
     found: dict[str, Any] = {
         "devices": plan.mesh.num_devices,
+        "gains": [asdict(gain) for gain in report.gains],
         "waterfall": [
             {
                 "part": bar.part,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.explaining.plan_report import outcome_counts, runnable_words
+from autopar.explaining.plan_report import MORE_TIME, outcome_counts, runnable_words
 from autopar.explaining.runners_up import why
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
@@ -22,7 +22,7 @@ from autopar.report.timeline import Timeline
 from autopar.report.timeline_figure import shown_rows, timeline_figure
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall, waterfall_figure
 from autopar.text.plan_words import choice_words, layout_words, sharing_words, staleness
-from autopar.text.units import gap_words
+from autopar.text.units import PROVED, gap_words
 
 _SHOWN, _MOST_LOST = 6, 40
 _PROOFS = {
@@ -81,8 +81,9 @@ class PlanPage:
                 lead += [", with a chance of ", n.percent("report.misfit_chance"), " not to fit"]
             lead.append(". ")
         rest = ", and nothing is proved about the others" if plan.certificate.bound_s <= 0 else ""
+        rest += f"; {MORE_TIME}" if plan.certificate.gap > PROVED else ""
         lead += [f"The plan is {proof} (gap ", gap, f"){rest}. ", *self._sure()]
-        items: list[Words] = [self._bound_by()]
+        items: list[Words] = [self._bound_by(), *self._gains()[:1]]
         if note := staleness(plan):
             items.append(f"This plan was {note}.")
         return Section("verdict", "Verdict", lead, items=[item for item in items if item])
@@ -121,6 +122,23 @@ class PlanPage:
             *words, f"The largest part besides is {bars[most].part}, with ",
             share(f"report.waterfall.{most}.share"), ".",
         ]  # fmt: skip
+
+    def _gains(self) -> list[Words]:
+        """What other software would save, a sentence for each change, the least effort first."""
+        n = self.numbers
+        found: list[Words] = []
+        for place, gain in enumerate(n.value("report.gains")):
+            at = f"report.gains.{place}"
+            found.append(
+                [
+                    f"{'The cheapest gain' if place == 0 else 'Or'}, with the same layout: {gain['change']}. A step then takes ",
+                    n.ms(f"{at}.step_time_s"),
+                    ", ",
+                    n.percent(f"{at}.saved"),
+                    " less.",
+                ]
+            )
+        return found
 
     def run_it(self) -> Section:
         """What to copy to get and run this plan."""
@@ -247,6 +265,7 @@ class PlanPage:
             "Where the step goes",
             lead,
             waterfall_figure(bars, self.numbers),
+            items=self._gains(),
             note=note,
         )
 

@@ -161,12 +161,16 @@ def _is_distinct(token: Node) -> bool:
 
 
 def _is_topk(index: Node) -> bool:
+    return _topk_width(index) is not None
+
+
+def _topk_width(index: Node) -> Any:
+    """Among how many experts an index (T, K) that `topk` gives chooses, or None for another index."""
     if index.target is not operator.getitem or arguments(index)[1] != 1 or not _is_index(index):
-        return False
-    return is_op(arguments(index)[0], "topk") and argument(arguments(index)[0], "dim", -1) in (
-        -1,
-        1,
-    )
+        return None
+    topk = arguments(index)[0]
+    along_last = is_op(topk, "topk") and argument(topk, "dim", -1) in (-1, 1)
+    return arguments(topk)[0].meta["val"].shape[-1] if along_last else None
 
 
 def _chosen(token: Node) -> _Chosen | None:
@@ -213,7 +217,7 @@ def _row(mask: Node) -> tuple[Node, int, tuple[int, ...], Node | None] | None:
         )
     if is_op(mask, "eq") and isinstance(arguments(mask)[1], int) and _is_topk(arguments(mask)[0]):
         index = arguments(mask)[0]
-        index.meta[_EXPERTS] = arguments(arguments(index)[0])[0].meta["val"].shape[-1]
+        index.meta[_EXPERTS] = _topk_width(index)
         return index, arguments(mask)[1], (0, 1), None
     return None
 
@@ -230,11 +234,13 @@ def _of_expert(
     if index is None or len(order) != 3 or order[dim % 3] != 2:
         return None
     left = (*order[: dim % 3], *order[dim % 3 + 1 :])
-    return index, expert % _experts(index), left, masks
+    return index, expert % masks.meta["val"].shape[-1], left, masks
 
 
 def _all_experts(masks: Node) -> Node | None:
-    """The index of masks (T, K, E) that are `one_hot(index, E)`, or None."""
+    """The index of masks (T, K, E) that are `one_hot(index, E)`, or None. Some count a class more than
+    there are experts, which no token chooses.
+    """
     index: Node | None = None
     if is_op(masks, "one_hot"):
         index, count = arguments(masks)[0], argument(masks, "num_classes", -1)
@@ -252,7 +258,8 @@ def _all_experts(masks: Node) -> Node | None:
         )
     if index is None or not _is_index(index) or not isinstance(count, int) or count < 1:
         return None
-    index.meta[_EXPERTS] = count
+    width = _topk_width(index)
+    index.meta[_EXPERTS] = min(count, width) if isinstance(width, int) else count
     return index
 
 

@@ -21,30 +21,43 @@ _ACTIVATIONS = ("silu", "relu", "sigmoid", "tanh", "hardswish", "mish", "relu6")
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix (outputs, inputs) of a product, or (inputs, outputs) where it is `transposed`."""
+
+    node: Node
+    transposed: bool = False
+
+    @property
+    def form(self) -> tuple[str, bool]:
+        """What is equal for matrices of the same shape and order."""
+        return str(self.node.meta["val"].shape), self.transposed
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """An expert: down(activation(up x)), or with a gate down(activation(gate x) * (up x)). `ups` has gate and up, or both as one
     matrix, and biases in the same order, or none.
     """
 
     x: Node
-    ups: tuple[Node, ...]
+    ups: tuple[Matrix, ...]
     up_biases: tuple[Node, ...]
-    down: Node
+    down: Matrix
     down_bias: Node | None
     activation: str
 
     @property
     def form(self) -> tuple:
         """What is equal for experts that one op can compute."""
-        shapes = [str(each.meta["val"].shape) for each in (*self.ups, self.down)]
-        return self.activation, len(self.up_biases), self.down_bias is None, *shapes
+        forms = [matrix.form for matrix in (*self.ups, self.down)]
+        return self.activation, len(self.up_biases), self.down_bias is None, *forms
 
 
 def mlp_of(value: Node, rows: Rows) -> Mlp | None:
     """The expert whose result a value is, or None."""
-    if not is_op(value, "linear"):
+    if (last := _product(value)) is None:
         return None
-    inner, down, down_bias = _linear(value)
+    inner, down, down_bias = last
     if is_op(inner, "mul") and len(inner.all_input_nodes) == 2:
         for gate, up in (arguments(inner), arguments(inner)[::-1]):
             found = _gated(gate, up, rows)
@@ -52,10 +65,10 @@ def mlp_of(value: Node, rows: Rows) -> Mlp | None:
                 return Mlp(*found[:3], down, down_bias, f"gated:{found[3]}")
         return None
     activated = _activated(inner)
-    if activated is None or not is_op(activated[1], "linear"):
+    first = None if activated is None else _product(activated[1])
+    if activated is None or first is None:
         return None
-    name, product = activated
-    source, up, bias = _linear(product)
+    name, (source, up, bias) = activated[0], first
     x = rows(source)
     biases = () if bias is None else (bias,)
     return None if x is None else Mlp(x, (up,), biases, down, down_bias, f"plain:{name}")
@@ -67,17 +80,18 @@ def _gated(gate: Node, up: Node, rows: Rows) -> tuple[Node, tuple, tuple, str] |
     if activated is None:
         return None
     name, gate = activated
-    if is_op(gate, "linear") and is_op(up, "linear"):
-        parts = [_linear(gate), _linear(up)]
+    parts = [part for each in (gate, up) if (part := _product(each)) is not None]
+    if len(parts) == 2:
         xs = [rows(source) for source, _, _ in parts]
         biases = tuple(bias for _, _, bias in parts if bias is not None)
         if xs[0] is None or xs[0] is not xs[1] or len(biases) == 1:
             return None
         return xs[0], tuple(matrix for _, matrix, _ in parts), biases, name
     both = _halves(gate, up)
-    if both is None or not is_op(both, "linear"):
+    product = None if both is None else _product(both)
+    if product is None:
         return None
-    source, matrix, bias = _linear(both)
+    source, matrix, bias = product
     x = rows(source)
     return None if x is None else (x, (matrix,), () if bias is None else (bias,), name)
 
@@ -111,8 +125,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same(a.shape[-1], b.shape[-1])
 
 
-def _linear(node: Node) -> tuple[Node, Node, Node | None]:
-    return arguments(node)[0], arguments(node)[1], argument(node, "bias", None)
+def _product(node: Node) -> tuple[Node, Matrix, Node | None] | None:
+    """(rows, matrix, bias) of a product of rows and a matrix, or None."""
+    if is_op(node, "linear"):
+        return arguments(node)[0], Matrix(arguments(node)[1]), argument(node, "bias", None)
+    if not is_op(node, "matmul", "mm") or arguments(node)[1].meta["val"].dim() != 2:
+        return None
+    source, matrix = arguments(node)
+    if is_op(matrix, "permute") and list(argument(matrix, "dims")) in ([1, 0], [-1, -2]):
+        return source, Matrix(arguments(matrix)[0]), None
+    return source, Matrix(matrix, transposed=True), None
 
 
 def _activated(node: Node) -> tuple[str, Node] | None:
@@ -130,25 +152,40 @@ def stacked(
     mlps: Sequence[Mlp], emit: Callable[..., Node]
 ) -> tuple[Node, Node | None, Node, Node | None]:
     """up, up_bias, down and down_bias of `routed_experts`, from those of the experts in order."""
-    up = _joined([mlp.ups for mlp in mlps], emit)
-    up_bias = _joined([mlp.up_biases for mlp in mlps], emit) if mlps[0].up_biases else None
-    down = _stack([mlp.down for mlp in mlps], emit)
-    biases = [mlp.down_bias for mlp in mlps if mlp.down_bias is not None]
-    return up, up_bias, down, _stack(biases, emit) if biases else None
+
+    def matrices(parts: Sequence[Matrix]) -> Node:
+        found = _stack([part.node for part in parts], emit)
+        return emit(aten.permute.default, found, [0, 2, 1]) if parts[0].transposed else found
+
+    def vectors(parts: Sequence[Node]) -> Node:
+        return _stack(parts, emit)
+
+    up = _joined([mlp.ups for mlp in mlps], matrices, emit)
+    biases = [mlp.up_biases for mlp in mlps]
+    up_bias = _joined(biases, vectors, emit) if biases[0] else None
+    downs = [mlp.down_bias for mlp in mlps if mlp.down_bias is not None]
+    return up, up_bias, matrices([mlp.down for mlp in mlps]), vectors(downs) if downs else None
 
 
-def _joined(parts: Sequence[tuple[Node, ...]], emit: Callable[..., Node]) -> Node:
+def _joined(parts: Sequence[tuple], stack: Callable[..., Node], emit: Callable[..., Node]) -> Node:
     """(E, F') from gates and ups (F,), or from (F',) of each expert; likewise with further dims."""
-    whole = [_stack(list(each), emit) for each in zip(*parts, strict=True)]
+    whole = [stack(each) for each in zip(*parts, strict=True)]
     return whole[0] if len(whole) == 1 else emit(aten.cat.default, whole, 1)
 
 
-def _stack(parts: list[Node], emit: Callable[..., Node]) -> Node:
+def _stack(parts: Sequence[Node], emit: Callable[..., Node]) -> Node:
     """The tensor of which the parts are entry after entry, or a new one."""
-    sources = {arguments(part)[0] for part in parts if is_op(part, "select")}
-    if len(sources) == 1:
-        (source,) = sources
-        entries = [arguments(part)[1:] for part in parts if is_op(part, "select")]
+    picked = [part for part in parts if is_op(part, "select")]
+    if len({_view(arguments(part)[0]) for part in picked}) == 1:
+        source = arguments(picked[0])[0]
+        entries = [arguments(part)[1:] for part in picked]
         if entries == [(0, k) for k in range(source.meta["val"].shape[0])]:
             return source
-    return emit(aten.stack.default, parts)
+    return emit(aten.stack.default, list(parts))
+
+
+def _view(node: Node) -> tuple:
+    """What is equal for tensors that are the same view of the same tensor."""
+    if is_op(node, "reshape"):
+        return arguments(node)[0], str(node.meta["val"].shape)
+    return (node,)

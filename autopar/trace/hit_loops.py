@@ -38,6 +38,8 @@ _TIME, HIT_MASKS = "autopar_time", "autopar_hit_masks"
 """The marks of a branch that is taken, and of masks whose experts that got a token a loop runs over."""
 _STAGE, _MASKS, _EXPERT = "_autopar_stage", "_autopar_masks", "_autopar_expert"
 """Attributes of tensors: what it is on the way to such a loop, the masks at its start, and which expert it is."""
+_EXPERTS = "_autopar_experts"
+"""Attribute of choices and of their masks: among how many experts they choose. There may be more masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class HitLoops:
         """What a call gives that has to do with such code; None for any other call."""
         if not args:
             return None
+        if func in _TOPK:
+            return _chosen(func, args, kwargs)
         if func in _STEPS:
             return _followed(func, args, kwargs)
         if func in _ITERATED and len(args) <= 2 and getattr(args[0], _STAGE, "") == _NUMBERS:
@@ -104,7 +108,7 @@ class HitLoops:
         if not self._covers(ast.For):
             return None
         _mark(masks, {HIT_MASKS: True})
-        return tuple(_expert(e, 1) for e in range(int(masks.shape[-1])))
+        return tuple(_expert(e, 1) for e in range(getattr(masks, _EXPERTS, int(masks.shape[-1]))))
 
     def _count(self, rows: Tensor) -> int | torch.SymInt | None:
         """The number of elements, which is taken to be one at least where `if` asks for that alone."""
@@ -159,6 +163,7 @@ def _is_zero(test: ast.Compare) -> bool:
     return isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == 0
 
 
+_TOPK = (Tensor.topk, torch.topk)
 _ITERATED = (Tensor.unbind, torch.unbind)
 _ONE_HOT, _COUNTS, _HITS, _NUMBERS = "masks", "counts", "hits", "numbers"
 """What a tensor is on the way from `one_hot` to the numbers of the experts that got a token."""
@@ -172,6 +177,15 @@ _STEPS: dict[Callable, tuple[str, str]] = {
 """For each function, from what to what it leads."""
 
 
+def _chosen(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What a call of `topk` gives, whose choices are marked with the number of what they choose among."""
+    found = func(*args, **kwargs)
+    among = args[0].shape[args[2] if len(args) > 2 else kwargs.get("dim", -1)]
+    if isinstance(among, int):
+        setattr(found[1], _EXPERTS, among)
+    return found
+
+
 def _followed(func: Callable, args: tuple, kwargs: dict) -> Any:
     """What a call gives, marked with what it is on that way."""
     before, after = _STEPS[func]
@@ -179,6 +193,8 @@ def _followed(func: Callable, args: tuple, kwargs: dict) -> Any:
     if getattr(args[0], _STAGE, "") != before:
         return found
     masks = found if not before else getattr(args[0], _MASKS)
+    if not before and getattr(args[0], _EXPERTS, masks.shape[-1]) < masks.shape[-1]:
+        setattr(masks, _EXPERTS, getattr(args[0], _EXPERTS))
     experts, choices = masks.shape[-1], masks.shape[-2]
     fits = {
         _COUNTS: isinstance(experts, int) and list(found.shape) == [experts] != [choices],

@@ -83,6 +83,24 @@ def test_a_search_that_met_only_slow_plans_takes_the_best_family(monkeypatch):
     assert len(set(families)) == len(families) and "TP" in families
 
 
+def test_a_search_that_met_only_complicated_plans_takes_a_simpler_family(monkeypatch):
+    real = planner.search
+
+    def ended_early(candidates, *rest):
+        whole = real(candidates, *rest)
+        both = real([c for c in candidates if c.mesh.tp == 2 == c.mesh.dp], *rest[:-1])
+        unknown = tuple(entry | {"bound_s": 0.0} for entry in whole.outcomes)
+        found = {"best": both.best, "model": both.model, "origin": both.origin, "outcomes": unknown}
+        return replace(whole, status="feasible", **found)
+
+    monkeypatch.setattr(planner, "search", ended_early)
+    plan, exact = _planned.__wrapped__(0.9, ()), _planned.__wrapped__(0.0, ())
+    assert simplicity_of_plan(exact).axes == 2 and simplicity_of_plan(plan).axes == 1
+    assert plan.predicted.step_time_s <= 1.9 * exact.predicted.step_time_s
+    families = [e["family"] for e in plan.certificate.runners_up]
+    assert len(set(families)) == len(families) and "TP" in families
+
+
 def test_equal_requests_print_equal_reports():
     again = _planned.__wrapped__(0.02, ())
     assert again is not planned() and explain(planned()) == explain(again)

@@ -126,6 +126,30 @@ class Stacked(Block):
         return total
 
 
+class OneClassMore(Block):
+    """DBRX's: one class more than there are experts, and matrices that are views of flat parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+        self.w1, self.v1, self.w2 = (
+            nn.Parameter(torch.randn(EXPERTS * INNER, WIDTH) / WIDTH**0.5) for _ in range(3)
+        )
+
+    def mixed(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        with torch.no_grad():
+            masks = F.one_hot(index, num_classes=EXPERTS + 1).permute(2, 1, 0)
+            hit = torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            e = e[0]
+            with torch.no_grad():
+                choice, token = torch.where(masks[e])
+            w1, v1, w2 = (w.view(-1, INNER, WIDTH)[e] for w in (self.w1, self.v1, self.w2))
+            out = (F.silu(x[token].matmul(w1.T)) * x[token].matmul(v1.T)).matmul(w2)
+            total.index_add_(0, token, out.view(-1, WIDTH) * weights[token, choice, None])
+        return total
+
+
 class Compared(Block):
     """A mask of each expert by `==`, and experts with biases."""
 
@@ -149,7 +173,7 @@ class PlainExperts(Litgpt):
         self.experts = nn.ModuleList(Plain() for _ in range(EXPERTS))
 
 
-BLOCKS = (Mixtral, HitExperts, Litgpt, DeepSeek, Stacked, Compared, PlainExperts)
+BLOCKS = (Mixtral, HitExperts, Litgpt, DeepSeek, Stacked, OneClassMore, Compared, PlainExperts)
 """Each is one op when it is traced."""
 
 

@@ -17,7 +17,7 @@ from autopar.solve.costs.candidate import Candidate
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
 from autopar.solve.search.result import SearchResult
-from autopar.solve.search.simplest import fastest
+from autopar.solve.search.simplest import candidate_simplicity, fastest
 
 SKETCHED, STAGED = 12, 2
 """Numbers of candidates of a family that are sketched, and that are solved."""
@@ -101,6 +101,24 @@ def runners_up(
             plan = None if best is None else (best.candidate, best.staged.solution)
             found.append(FamilyBest(family, len(parts), solved, plan, best))
     return sorted(found, key=lambda best: best.time_s)
+
+
+def simpler_of(
+    others: Sequence[FamilyBest], searched: SearchResult, tolerance: float
+) -> Restaged | None:
+    """The simplest of the plans of other families that take at most the fraction `tolerance` more
+    than the fastest plan found, if it is simpler than the chosen plan. A search that ended by its
+    time limit may have left one.
+    """
+    if searched.best is None or not tolerance:
+        return None
+    limit_s = (1 + tolerance) * (searched.fastest or searched.best)[1].time_s
+    near = [one.staged for one in others if one.staged is not None and one.time_s <= limit_s]
+    ranked = sorted(
+        (candidate_simplicity(one.candidate), one.time_s, k) for k, one in enumerate(near)
+    )
+    own = candidate_simplicity(searched.best[0])
+    return near[ranked[0][2]] if ranked and ranked[0][0] < own else None
 
 
 def same_layout_s(restager: Restager, chosen: Candidate) -> float | None:

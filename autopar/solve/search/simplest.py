@@ -68,7 +68,7 @@ class Preference:
             return found
         proved = found.status == "optimal"
         (candidate, solution), left = found.best, 0
-        own = _simplicity(candidate, self._is_crowded(solution.memory_bytes))
+        own = candidate_simplicity(candidate, self._is_crowded(solution.memory_bytes))
         limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
         offers = [
             offer
@@ -200,7 +200,8 @@ def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[
             yield Offer(simplicity(name, schedules[0]), place, bound_s, part, all_modes)
 
 
-def _simplicity(candidate: Candidate, is_crowded: bool) -> Simplicity:
+def candidate_simplicity(candidate: Candidate, is_crowded: bool = False) -> Simplicity:
+    """The simplicity of a candidate with its choices."""
     return simplicity_of(
         candidate.mesh,
         candidate.shard,

@@ -1,0 +1,66 @@
+"""What would shorten a plan's step without another layout: other software, with which the same
+choices are priced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.recheck.replay import replay
+from autopar.request.plan_request import PlanRequest
+
+LEAST = 0.01
+"""The fraction of a step from which a change is worth naming."""
+_CHANGES: tuple[tuple[str, Any, str], ...] = (
+    ("compiled", True, "torch.compile (--compile)"),
+    ("fused_accumulation", True, "products that add to the gradient of their weight (Megatron)"),
+    ("fused_kernels", True, "one kernel for norms, activations and rotary positions each"),
+    ("dp_overlap", True, "communication of parameters and gradients beside compute"),
+    ("tp_overlap", True, "asynchronous tensor parallelism"),
+    ("dispatch", "once", "tokens that travel to each node once (DeepEP)"),
+    ("cuda_graphs", "all", "CUDA graphs"),
+    ("matmul_dtype", "fp8", "linear layers in fp8 (--fp8), which changes the numbers"),
+)
+"""Fields of `Software`, other values of them, and what these are. What takes least effort comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A change of the software: a field of `Software`, the change as text, seconds of a step with
+    it, and the fraction of the step that it saves.
+    """
+
+    field: str
+    change: str
+    step_time_s: float
+    saved: float
+
+
+def gains(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[Gain]:
+    """The changes of the software that save `LEAST` of the simulated step of a plan on GPUs, what
+    takes least effort first. Each is alone, and the layout stays. `request` is what the plan was
+    made for. Raises AutoparError as `plan_costs`.
+    """
+    if request.cluster.device_type != "cuda":
+        return []
+    before_s = replay(plan, traced, request).replayed_s
+    found = []
+    for field, value, change in _possible(request):
+        software = replace(request.software, **{field: value})
+        after_s = replay(plan, traced, replace(request, software=software)).replayed_s
+        found.append(Gain(field, change, after_s, 1 - after_s / before_s))
+    return [gain for gain in found if gain.saved >= LEAST]
+
+
+def _possible(request: PlanRequest) -> Iterator[tuple[str, Any, str]]:
+    """The changes that the software does not have yet and the devices can run."""
+    in_fp8 = request.precision == "bf16" and all(
+        "fp8" in group.device.flops for group in request.cluster.groups
+    )
+    for field, value, change in _CHANGES:
+        if (in_fp8 or value != "fp8") and getattr(request.software, field) != value:
+            yield field, value, change
