@@ -83,7 +83,7 @@ class PlanPage:
         rest = ", and nothing is proved about the others" if plan.certificate.bound_s <= 0 else ""
         rest += f"; {MORE_TIME}" if plan.certificate.gap > PROVED else ""
         lead += [f"The plan is {proof} (gap ", gap, f"){rest}. ", *self._sure()]
-        items: list[Words] = [self._bound_by(), *self._gains()[:1]]
+        items: list[Words] = [self._bound_by(), *_gains(n)[:1]]
         if note := staleness(plan):
             items.append(f"This plan was {note}.")
         return Section("verdict", "Verdict", lead, items=[item for item in items if item])
@@ -122,23 +122,6 @@ class PlanPage:
             *words, f"The largest part besides is {bars[most].part}, with ",
             share(f"report.waterfall.{most}.share"), ".",
         ]  # fmt: skip
-
-    def _gains(self) -> list[Words]:
-        """What other software would save, a sentence for each change, the least effort first."""
-        n = self.numbers
-        found: list[Words] = []
-        for place, gain in enumerate(n.value("report.gains")):
-            at = f"report.gains.{place}"
-            found.append(
-                [
-                    f"{'The cheapest gain' if place == 0 else 'Or'}, with the same layout: {gain['change']}. A step then takes ",
-                    n.ms(f"{at}.step_time_s"),
-                    ", ",
-                    n.percent(f"{at}.saved"),
-                    " less.",
-                ]
-            )
-        return found
 
     def run_it(self) -> Section:
         """What to copy to get and run this plan."""
@@ -265,7 +248,7 @@ class PlanPage:
             "Where the step goes",
             lead,
             waterfall_figure(bars, self.numbers),
-            items=self._gains(),
+            items=_gains(self.numbers),
             note=note,
         )
 
@@ -436,3 +419,18 @@ def _candidate(plan: Plan, number: int, n: Numbers) -> list[Words]:
         step,
         why_lost(plan, entry),
     ]
+
+
+def _gains(n: Numbers) -> list[Words]:
+    """What other software would save, a sentence for each change, the least effort first."""
+    found: list[Words] = []
+    for place, gain in enumerate(n.value("report.gains")):
+        begin = "Or" if place else "The cheapest gain"
+        at = f"report.gains.{place}"
+        found.append(
+            [
+                f"{begin}, with the same layout: {gain['change']}. A step then takes ",
+                n.ms(f"{at}.step_time_s"), ", ", n.percent(f"{at}.saved"), " less.",
+            ]
+        )  # fmt: skip
+    return found
