@@ -139,9 +139,14 @@ def plan_table(
     return Group(*parts)
 
 
+def is_prediction(plan: Plan) -> bool:
+    """Whether the engine runs such a plan once the model is captured in the plan's precision."""
+    return plan.runnable.startswith("a graph captured in ")
+
+
 def runnable_words(plan: Plan) -> str:
     """How to get a plan like this one that the engine runs."""
-    if plan.runnable.startswith("a graph captured in "):
+    if is_prediction(plan):
         return (
             f"This plan is a prediction.  To train with it, plan with --runnable (runnable=True in Python), which captures the model in "
             f"{plan.precision}."

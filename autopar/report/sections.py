@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.explaining.plan_report import MORE_TIME, outcome_counts, runnable_words
+from autopar.explaining.plan_report import (
+    MORE_TIME,
+    is_prediction,
+    outcome_counts,
+    runnable_words,
+)
 from autopar.explaining.runners_up import why
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
@@ -134,6 +139,13 @@ class PlanPage:
             words += (
                 "The other lines run it." if self.command else "These lines run the saved plan."
             )
+        if lines and is_prediction(plan):
+            lines += [
+                "",
+                "# a plan to train with",
+                f"{self.command} --runnable \\\n    --save plan.json",
+            ]
+        if not plan.runnable or is_prediction(plan):
             lines += [
                 "",
                 "# in the training script, on every rank under torchrun",
