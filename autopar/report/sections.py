@@ -130,29 +130,16 @@ class PlanPage:
 
     def run_it(self) -> Section:
         """What to copy to get and run this plan."""
-        plan = self.plan
-        lines = [f"{self.command} \\\n    --save plan.json"] if self.command else []
-        words = "The command makes this plan again and saves it. " if self.command else ""
+        plan, words = self.plan, ""
+        if self.command:
+            words = "The command makes this plan again and saves it. "
         if plan.runnable:
             words += runnable_words(plan)
         else:
             words += (
                 "The other lines run it." if self.command else "These lines run the saved plan."
             )
-        if lines and is_prediction(plan):
-            lines += [
-                "",
-                "# a plan to train with",
-                f"{self.command} --runnable \\\n    --save plan.json",
-            ]
-        if not plan.runnable or is_prediction(plan):
-            lines += [
-                "",
-                "# in the training script, on every rank under torchrun",
-                'plan = autopar.Plan.load("plan.json")',
-                f'engine = autopar.parallelize(model, "{plan.cluster_name}", batch, plan=plan)',
-            ]
-        return Section("run", "Run it", words, code="\n".join(lines).strip())
+        return Section("run", "Run it", words, code="\n\n".join(_code(plan, self.command)))
 
     def placement(self) -> Section | None:
         """The cluster with the plan's ranks."""
@@ -446,3 +433,17 @@ def _gains(n: Numbers) -> list[Words]:
             ]
         )  # fmt: skip
     return found
+
+
+def _code(plan: Plan, command: str) -> list[str]:
+    """Commands and lines that make such a plan and run it."""
+    parts = [f"{command} \\\n    --save plan.json"] if command else []
+    if command and is_prediction(plan):
+        parts.append(f"# a plan to train with\n{command} --runnable \\\n    --save plan.json")
+    if not plan.runnable or is_prediction(plan):
+        parts.append(
+            "# in the training script, on every rank under torchrun\n"
+            'plan = autopar.Plan.load("plan.json")\n'
+            f'engine = autopar.parallelize(model, "{plan.cluster_name}", batch, plan=plan)'
+        )
+    return parts
