@@ -77,7 +77,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def errors(rank: int, devices: int, pins: list[dict], step: int = 1) -> dict[str, float | str]:
-    """The update error over its tolerance of each `step`-th loss under each pins, or the traceback."""
+    """The update error over its tolerance of each `step`-th loss under each pin, or the traceback."""
     found: dict[str, float | str] = {}
     for name in [*LOSSES][::step]:
         reference = train(model_of(name), batches())
