@@ -681,10 +681,27 @@ def test_prices_do_not_depend_on_which_stage_came_first(first):
         ]
 
 
-@pytest.mark.parametrize("model", [f"llama:layers=2,{BLOCK}", "moe-tiny"])
-@pytest.mark.parametrize("mesh", [MeshShape(dp=8, tp=2), MeshShape(pp=2, dp=4, tp=2), MeshShape(dp=8, tp=2, ep=2),
-                                  MeshShape(dp=4, cp=2, tp=2)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+SHARING = [
+    MeshShape(dp=8, tp=2),
+    MeshShape(pp=2, dp=4, tp=2),
+    MeshShape(dp=8, tp=2, ep=2),
+    MeshShape(dp=4, cp=2, tp=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "mesh", "model"),
+    [
+        pytest.param(
+            *(recompute, mesh, model),
+            marks=pytest.mark.slow if (first + second) % 3 else (),
+            id=f"{recompute}-{mesh}-{model}",
+        )
+        for first, recompute in enumerate(["none", "selective", "full"])
+        for second, mesh in enumerate(SHARING)
+        for model in (f"llama:layers=2,{BLOCK}", "moe-tiny")
+    ],
+)
 def test_what_meshes_share_costs_what_it_costs_over_each_by_itself(model, mesh, recompute):
     """Calls are priced over a smaller dp where it shards rows; what travels over dp (means of a router's loss) follows the mesh."""
     traced = traced_model(model, 64)

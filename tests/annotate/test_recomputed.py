@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.effort import every
 
 from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import Setting
@@ -77,7 +78,7 @@ def test_written_out_attention_keeps_five_as2b_less():
     )
 
 
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", every(2, [4, 1]))
 def test_every_strategy_keeps_less_and_takes_longer(tp):
     traced = traced_of(False, dropout=0.1)
     (_, plain), (_, selective) = block_of(traced, "none", tp), block_of(traced, "selective", tp)

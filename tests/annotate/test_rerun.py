@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from autopar_cost_models import FITTED
+from support.effort import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -173,7 +174,7 @@ def kept_by_a_layer(model) -> int:
     )
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("config", slow_but([LLAMA], [LLAMA, GPT]), ids=["llama", "gpt"])
 def test_eager_mode_keeps_and_reruns_what_torch_does(config):
     counts, kept_bytes = observed(config)
     annotator, model = annotated(traced_of(config), "op")

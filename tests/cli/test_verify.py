@@ -88,7 +88,7 @@ def test_every_mesh_of_two_processes_is_exact(name):
 
 
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=() if kind in ("llama", "mixtral") else pytest.mark.slow) for kind in CONFIGS
+    pytest.param(kind, marks=() if kind == "llama" else pytest.mark.slow) for kind in CONFIGS
 ])  # fmt: skip
 def test_hugging_face_models_are_exact(kind, tmp_path):
     """transformers rounds to fp32 inside norms and the loss: both runs are widened, the tolerance is not."""

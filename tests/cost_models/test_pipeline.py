@@ -12,7 +12,7 @@ import autopar_cost_models as cm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.effort import examples
+from support.effort import examples, slow_but
 from support.random_pipelines import actions_of, both, chunk_counts, layers, pipelines, runs
 
 ROOT = Path(cm.__file__).parent
@@ -31,7 +31,7 @@ def heavy(kind: str, n: int) -> list[float]:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 4, 16], [1, 2, 4, 8, 16]))
 @pytest.mark.parametrize("schedule", cm.SCHEDULES)
 def test_closed_form_and_simulation_agree_on_a_grid(schedule, ranks):
     """Within 2 %, for messages that are free, overlapped and not overlapped; peaks in flight are equal."""

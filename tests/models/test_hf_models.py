@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support.effort import slow_but
 from torch.export import Dim, export
 
 from autopar.api import trace
@@ -59,6 +60,9 @@ FAMILIES = {
     "bert": {"model_type": "bert"},
     "roberta": {"model_type": "roberta"},
 }  # fmt: skip
+
+COMPARED = ("llama", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_neo", "bart", "roberta")
+"""Families of which each has what no other of these has; the rest are slow."""
 
 
 def capture(model, inputs):
@@ -167,13 +171,7 @@ def test_a_users_choice_of_attention_is_kept():
     assert prepare_hf(model).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, marks=() if f in ("t5", "gpt_oss", "falcon") else pytest.mark.slow)
-        for f in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", slow_but(["t5", "falcon"], FAMILIES))
 def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
     spec = parse_model(f"hf:{tmp_path}")
@@ -192,9 +190,7 @@ def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", [
-    pytest.param(family, marks=pytest.mark.slow if number % 2 else ()) for number, family in enumerate(FAMILIES)
-])  # fmt: skip
+@pytest.mark.parametrize("family", slow_but(COMPARED, FAMILIES))
 def test_captured_families_compute_what_the_unprepared_model_does(family):
     small = HFSpec.from_dict("test", FAMILIES[family]).shrunk()
     torch.manual_seed(0)
@@ -259,7 +255,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.parametrize("family", slow_but(["bloom", "mamba2", "xlnet"], FURTHER))
 def test_further_families_shrink_and_trace(family):
     from autopar.api import trace
 

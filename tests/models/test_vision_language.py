@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.effort import slow_but
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
@@ -66,11 +67,7 @@ def batches(name: str) -> list[dict[str, Tensor]]:
     return [make(seed) for seed in range(2)]
 
 
-def slow_but(fast: str, names) -> list:
-    return [pytest.param(n, marks=() if n == fast else pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("name", slow_but("CLIP", CONTRASTIVE))
+@pytest.mark.parametrize("name", slow_but(["CLIP"], CONTRASTIVE))
 def test_losses_over_pairs_of_the_batch_are_exact(pool2, name):
     pins = {"dp": WHOLE["dp"]} if name == "CLIP" else WHOLE
     for found in pool2.run(errors, name, pins, batches(name), timeout_s=600):
@@ -85,7 +82,7 @@ def test_losses_over_pairs_refuse_micro_batches():
     assert "Pin micro_batch=4" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", slow_but("Llava", GENERATIVE))
+@pytest.mark.parametrize("name", slow_but(["Llava"], GENERATIVE))
 def test_models_that_read_images_are_exact(pool2, name):
     pins = {"pipeline": PARTS["pipeline"]} if name == "Llava" else WHOLE | PARTS
     for found in pool2.run(errors, name, pins, batches(name), timeout_s=600):

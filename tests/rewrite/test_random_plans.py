@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from support.effort import slow_but
 from support.exactness import (
     MODELS,
     case,
@@ -25,8 +26,13 @@ from autopar.ir.mesh import MeshShape
 MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(cp=2, tp=2))
 EXPERT_MESHES = (MeshShape(dp=4, ep=2), MeshShape(dp=2, ep=2, tp=2))
 SEEDS = range(1)
-SMALL = ("llama-tiny", "gpt-tiny")
-"""Models that also run on tp=4 without --runslow."""
+FEW = (
+    ("llama-tiny", MESHES[0]),
+    ("llama-tiny", MESHES[2]),
+    ("gpt-tiny", MESHES[1]),
+    ("gpt-tiny", MESHES[3]),
+)
+"""What runs without --runslow: each mesh once."""
 MORE_SEEDS = range(100, 115)
 
 
@@ -58,7 +64,7 @@ def check(pool, name: str, mesh: MeshShape, seeds, changed=lambda plan: plan) ->
 
 
 @pytest.mark.parametrize(("name", "mesh"), [
-    pytest.param(name, mesh, id=f"{name}-{mesh}", marks=pytest.mark.slow if name not in SMALL else ())
+    pytest.param(name, mesh, id=f"{name}-{mesh}", marks=() if (name, mesh) in FEW else pytest.mark.slow)
     for name, mesh in product(MODELS, MESHES)
 ])  # fmt: skip
 def test_random_plans_are_exact(pool4, name, mesh):
@@ -73,7 +79,7 @@ def test_random_plans_that_gather_again_are_exact(pool4, name, mesh):
     check(pool4, name, mesh, range(200, 202), gathering_again)
 
 
-@pytest.mark.parametrize("mesh", EXPERT_MESHES, ids=str)
+@pytest.mark.parametrize("mesh", slow_but(EXPERT_MESHES[1:], EXPERT_MESHES), ids=str)
 def test_random_plans_of_experts_are_exact(pool4, mesh):
     check(pool4, "moe-tiny", mesh, SEEDS)
 

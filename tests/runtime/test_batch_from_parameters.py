@@ -153,9 +153,13 @@ def steps(rank: int, name: str, text: str):
     return run_steps(Engine(built, traced, Plan.from_json(text), sgd, None, None, "cpu"), batches)
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("dp", "tp", "pp", "number"), [(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]
+    ("name", "dp", "tp", "pp", "number"),
+    [
+        pytest.param(name, *layout, marks=pytest.mark.slow if place != turn else ())
+        for place, name in enumerate(MODELS)
+        for turn, layout in enumerate([(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)])
+    ],
 )
 def test_training_is_exact(pool2, name, dp, tp, pp, number):
     built, batches, traced = model(name)

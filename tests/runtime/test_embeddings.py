@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.eager_runs import paragraph
+from support.effort import every
 from support.exactness import ABSOLUTE, TOLERANCE, random_plan, run_steps, setting, sgd, solved_plan
 from torch import Tensor, nn
 
@@ -155,8 +156,14 @@ def check(pool, name: str, optimizer: str, found: Plan) -> None:
             assert (state[key] - value).norm() <= max(TOLERANCE * update, ABSOLUTE), key
 
 
-@pytest.mark.parametrize("name", SPARSE | COUNTED | OTHERS)
-@pytest.mark.parametrize(("dp", "tp", "number"), [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "dp", "tp", "number"),
+    [
+        pytest.param(name, *layout, marks=pytest.mark.slow if (place + turn) % 3 else ())
+        for place, name in enumerate(OTHERS | SPARSE | COUNTED)
+        for turn, layout in enumerate([(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+    ],
+)
 def test_training_is_exact(pool2, name, dp, tp, number):
     if number > 1 and name in (*COUNTED, "largest"):
         assert model(name)[2].split.joins == ""
@@ -177,7 +184,7 @@ def test_optimizers_update_alike_by_sparse_and_by_dense_gradients(pool2, name, o
     check(pool2, name, optimizer, solved_plan(traced, Annotator(traced), setting(MeshShape(dp=2))))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", every(3, range(3)))
 @pytest.mark.parametrize("name", ["sparse", "sparse-padding", "counted"])
 def test_any_placement_is_exact(pool2, name, seed):
     traced = model(name)[2]

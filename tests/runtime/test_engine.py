@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.effort import every
+from support.effort import every, slow_but
 from support.exactness import (
     HF,
     Reference,
@@ -67,7 +67,7 @@ def step_three_times(rank: int, name: str, text: str, max_grad_norm: float | Non
     return run_steps(engine_for(name, Plan.from_json(text), max_grad_norm), case(name).batches)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("name", every(2, ["gpt-tiny", "llama-tiny"]))
 def test_clipping_by_global_norm(pool4, name):
     found, limit = case(name), 0.05
     expected = train(found.model, found.batches, max_grad_norm=limit)
@@ -149,7 +149,9 @@ def state_names(rank: int, name: str, text: str):
     return {k: v for k, v in engine.full_state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "hf-gpt2"])
+@pytest.mark.parametrize(
+    "name", slow_but(["gpt-tiny", "llama-tiny"], ["gpt-tiny", "llama-tiny", "hf-gpt2"])
+)
 def test_full_state_dict_is_the_models_own(pool4, name):
     expected = case(name).model.state_dict()
     for state in pool4.run(state_names, name, plan_for(name, TP4).to_json()):
@@ -541,7 +543,7 @@ def check_small(pool, name: str, plans: list[Plan]) -> None:
             assert set(state) == set(small(name).state_dict())
 
 
-@pytest.mark.parametrize("name", every(3, CLASSES))
+@pytest.mark.parametrize("name", slow_but(["MaskedMean", "FlippedBatch", "Tied"], CLASSES))
 def test_small_models(pool4, name):
     traced, annotator = traced_small(name)
     cut = 1 if name in NEVER_CUT else 2

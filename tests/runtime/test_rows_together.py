@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.effort import every
+from support.effort import slow_but
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
@@ -109,7 +109,7 @@ def errors(rank: int, name: str, pins: list[dict], rows: list[int]) -> list[floa
     return found
 
 
-@pytest.mark.parametrize("name", every(2, KINDS))
+@pytest.mark.parametrize("name", slow_but(["best"], KINDS))
 def test_they_train_as_on_one_device(pool2, name):
     for found in pool2.run(errors, name, PINS, [ROWS, ROWS]):
         assert max(found) <= 1, found

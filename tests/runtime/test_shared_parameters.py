@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.effort import examples
+from support.effort import examples, slow_but
 from support.exactness import (
     Reference,
     run_steps,
@@ -202,7 +202,9 @@ def trained(rank: int, how: tuple, texts: list[str]) -> list[tuple[list[float], 
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", slow_but(["what comes first reads layers", "in turn, one apart"], CASES)
+)
 def test_they_train_as_on_one_device(pool4, name):
     model, traced, annotator = web(*CASES[name])
     plans = []

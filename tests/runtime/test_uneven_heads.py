@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
+from support.effort import slow_but
 from support.exactness import setting, solved_plan, token_batches
 from support.trained_stacks import MESHES, VOCAB, WIDTH, Stack, assert_exact, built
 from torch import Tensor, nn
@@ -50,7 +51,11 @@ def one_head() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "maker", [three_heads, three_heads_of_one_key, three_heads_by_hand, one_head]
+    "maker",
+    slow_but(
+        [three_heads_of_one_key, three_heads_by_hand, one_head],
+        [three_heads, three_heads_of_one_key, three_heads_by_hand, one_head],
+    ),
 )
 def test_they_train_as_on_one_device(pool2, maker):
     assert_exact(pool2, maker, "tp")

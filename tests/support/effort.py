@@ -23,3 +23,12 @@ def every(step: int, values: Iterable[Any]) -> list[Any]:
         pytest.param(value, marks=pytest.mark.slow if place % step else ())
         for place, value in enumerate(values)
     ]
+
+
+def slow_but(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which all but those that are kept are slow."""
+    kept, values = list(kept), list(values)
+    assert all(value in values for value in kept), "what is kept is a parameter"
+    return [
+        pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values
+    ]

@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from support.eager_runs import PINS, WHOLE, batches, errors, paragraph
+from support.effort import every
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -65,7 +66,7 @@ def holding(name: str) -> nn.Module:
     return Model(held=HELD[name]())
 
 
-@pytest.mark.parametrize("name", ["lock in an object", "queue", "tensors with histories"])
+@pytest.mark.parametrize("name", every(3, ["tensors with histories", "lock in an object", "queue"]))
 def test_training_with_it_is_that_of_eager_pytorch(pool2, name):
     for found in pool2.run(errors, functools.partial(holding, name), [*PINS], batches()):
         assert max(found) <= 1, found

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from support.eager_runs import PINS, WHOLE, batches, errors, paragraph
+from support.effort import every
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -153,7 +154,7 @@ def build(name: str) -> nn.Module:
     return Model(ADVICE[name])
 
 
-@pytest.mark.parametrize("name", ADVICE)
+@pytest.mark.parametrize("name", every(3, ADVICE))
 def test_the_advice_is_exact(pool2, name):
     for found in pool2.run(errors, functools.partial(build, name), [*PINS], batches()):
         assert max(found) <= 1, found

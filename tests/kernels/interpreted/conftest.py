@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 
 import hypothesis
+import pytest
 import torch
+from support.effort import RUNSLOW
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 torch.set_num_threads(1)
@@ -18,3 +20,14 @@ hypothesis.settings.register_profile(
     "kernels", deadline=None, derandomize="CI" in os.environ, phases=PHASES
 )
 hypothesis.settings.load_profile("kernels")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: runs with --runslow of the whole suite only")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if RUNSLOW not in os.environ:
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))

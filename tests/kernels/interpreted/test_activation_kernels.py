@@ -22,7 +22,7 @@ KERNELS = ("glu_forward_kernel", "glu_backward_kernel")
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(
     ROWS, COLUMNS, DTYPES, st.sampled_from(sorted(ACTS)), LAYOUTS, LAYOUTS,
     st.sampled_from(["plain", "every_other", "expanded"]),
@@ -41,7 +41,7 @@ def test_two_tensors(rows, columns, dtype, act, of_gate, of_up, gradient):
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(
     ROWS, COLUMNS, DTYPES, st.sampled_from(["gate_up", "up_gate", "interleaved"]), LAYOUTS,
     st.booleans(),
@@ -70,7 +70,7 @@ def test_fused_projections(rows, columns, dtype, layout, strides, clamped):
 
 
 @checks("bias_forward_kernel", "bias_backward_kernel")
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(ROWS, COLUMNS, DTYPES, st.sampled_from(sorted(ACTS)), LAYOUTS)
 @example((64,), 257, torch.float16, "gelu_tanh", "every_other")
 def test_biased_activation(rows, columns, dtype, act, layout):

@@ -24,7 +24,7 @@ def orders(tokens, choices):
 
 
 @checks("gather_sum_kernel")
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(TOKENS, COLUMNS, DTYPES, LAYOUTS, st.sampled_from(["plain", "every_other", "expanded"]))
 @example((9, 4), 129, torch.float16, "every_other", "expanded")
 def test_permute(size, columns, dtype, layout, gradient):
@@ -40,7 +40,7 @@ def test_permute(size, columns, dtype, layout, gradient):
 
 
 @checks("gather_sum_kernel", "gather_dot_kernel")
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(TOKENS, COLUMNS, DTYPES, LAYOUTS, st.booleans())
 @example((9, 4), 257, torch.float16, "transposed", True)
 def test_combine(size, columns, dtype, layout, wide_weights):
@@ -58,7 +58,7 @@ def test_combine(size, columns, dtype, layout, wide_weights):
 
 
 @checks("sum_few_kernel", "sum_many_kernel")
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(st.sampled_from([1, 2, 7, 33, 70]), COLUMNS, DTYPES, LAYOUTS)
 @example(70, 257, torch.float16, "every_other")
 def test_sums_over_partial_results(parts, columns, dtype, layout):

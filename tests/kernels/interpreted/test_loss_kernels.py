@@ -49,7 +49,7 @@ def unfused(logits, target, weight, wide, smoothing, z_loss, cap, reduction):
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(
     ROWS, VOCABULARIES, DTYPES, st.sampled_from(["none", "some"]), st.sampled_from([0.0, 0.1]),
     st.sampled_from([0.0, 1e-2]), st.sampled_from([None, 2.0]), st.booleans(), LAYOUTS,

@@ -37,7 +37,7 @@ def tables(batch, tokens, columns):
 
 
 @checks("rotary_kernel")
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(
     st.sampled_from([(1, 1), (1, 3), (2, 2), (0, 2)]),
     st.sampled_from([(1, 1), (3, 1), (4, 2), (5, 5)]),

@@ -31,7 +31,7 @@ def unfused(scores, mask, sinks, wide, scale, cap):
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(
     SHAPES, COLUMNS, DTYPES, st.sampled_from([None, "bool", "added", "one_row"]), st.booleans(),
     st.sampled_from([None, 3.0]), LAYOUTS, st.sampled_from(["plain", "every_other", "expanded"]),
@@ -90,7 +90,7 @@ def unfused_merge(first, first_level, second, second_level, wide):
 
 
 @checks("merge_kernel")
-@settings(max_examples=examples(3, 60))
+@settings(max_examples=examples(2, 60))
 @given(
     st.sampled_from([(0,), (1,), (2, 3), (2, 2, 5)]), st.sampled_from([1, 7, 64, 100, 129]),
     DTYPES, LAYOUTS, LAYOUTS,
