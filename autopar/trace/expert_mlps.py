@@ -180,7 +180,7 @@ def _stack(parts: Sequence[Node], emit: Callable[..., Node]) -> Node:
         source = arguments(picked[0])[0]
         entries = [arguments(part)[1:] for part in picked]
         if entries == [(0, k) for k in range(source.meta["val"].shape[0])]:
-            # a view that a turn of the loop makes is made again outside of it
+            # a view from inside the loop is made anew before it
             return emit(source.target, *arguments(source)) if is_op(source, "reshape") else source
     return emit(aten.stack.default, list(parts))
 
