@@ -146,6 +146,14 @@ _SOFTWARE = {
                                  help="Precisions of gradients and optimizer state (default: fp32)."),
 }  # fmt: skip
 """Options for the software: a framework, and parts by field of `Software`."""
+_FLAGS = {
+    "compiled": "--compile",
+    "fp8_scaling": "--fp8",
+    "attention_kernel": "--attention-kernel",
+    "loss_kernel": "--loss-kernel",
+    "state_recipe": "--state-recipe",
+}
+"""The names of the options for parts."""
 
 
 def together(*options: Callable) -> Callable[[Callable], Callable]:
@@ -222,6 +230,32 @@ def software_like(
             facts["sharding"] = "zero" if is_deepspeed(name) else sharded
         base = software_of(name, generation=generation, **facts)
     return replace(base, **{k: v for k, v in parts.as_data().items() if k != "fitted"})
+
+
+def software_words(
+    software: Software, cluster: str, pins: Mapping[str, Any], precision: str, target: str | None
+) -> str | None:
+    """The options that give `software` in a command with the other arguments, such as `--compile`.
+    None if no options do.
+    """
+    from autopar.request.framework_names import FRAMEWORKS
+
+    default, in_fp8 = Software(), software.matmul_dtype == "fp8"
+    own = {name: getattr(software, name) for name in _SOFTWARE if name != "software"}
+    own = {name: value for name, value in own.items() if value != getattr(default, name)}
+    own |= {"fp8_scaling": software.fp8_scaling} if in_fp8 else {}
+    few = {name: value for name, value in own.items() if name in ("compiled", "fp8_scaling")}
+    for parts in (few, own):
+        for name in (None, *FRAMEWORKS):
+            found = software_from(parts)
+            if name is not None or target is not None:
+                found = software_like(name, found, cluster, pins, precision, target)
+            if found == software:
+                words = [f"--software {name}"] if name else []
+                for part, value in parts.items():
+                    words.append(_FLAGS[part] + ("" if value is True else f" {value}"))
+                return " ".join(words)
+    return None
 
 
 tokens = click.option(

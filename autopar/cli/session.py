@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
@@ -206,8 +207,26 @@ class Planner:
         is_part = cluster is not None and cluster.name != self.cluster.name
         given = self.asked.cluster
         on = given if isinstance(given, str) and not is_part else plan.cluster_name
-        words = command_line(plan, self.asked.model, on, self.asked.seq)
+        options = self._options(plan, on)
+        words = ""
+        if options is not None:
+            words = command_line(plan, self.asked.model, on, self.asked.seq, options)
         return full_report(plan, self.traced(), request, counts, words)
+
+    def _options(self, plan: Plan, cluster: str) -> str | None:
+        """The options of this request's software, headroom and target for a command with the plan's
+        choices as pins. None if no options give the software.
+        """
+        from autopar.cli.options import software_words
+        from autopar.request.pins import pins_of
+
+        asked = self.asked
+        at = cluster, pins_of(plan), plan.precision, asked.target
+        if (words := software_words(asked.software, *at)) is None:
+            return None
+        more = [f"--target {asked.target}"] if asked.target else []
+        more += [f"--headroom {quote(asked.headroom)}"] if asked.headroom else []
+        return " ".join([words, *more]).strip()
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The result (`Replay`) of simulating a plan that was made under the pins `pin` for

@@ -15,6 +15,7 @@ from autopar.explaining.runners_up import why
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
+from autopar.ir.plan_fields import Certificate
 from autopar.report.assumptions import Assumption
 from autopar.report.block_graph import BlockGraph, block_figure
 from autopar.report.chrome_trace import folded_words
@@ -27,7 +28,7 @@ from autopar.report.timeline import Timeline
 from autopar.report.timeline_figure import shown_rows, timeline_figure
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall, waterfall_figure
 from autopar.text.plan_words import choice_words, layout_words, sharing_words, staleness
-from autopar.text.units import PROVED, gap_words
+from autopar.text.units import PROVED, gap_words, percent
 
 _SHOWN, _MOST_LOST = 6, 40
 _PROOFS = {
@@ -69,7 +70,7 @@ class PlanPage:
     def verdict(self) -> Section:
         """The plan in a sentence, what is proved, and how far such predictions were off."""
         n, plan = self.numbers, self.plan
-        proof = _PROOFS.get(plan.certificate.status, plan.certificate.status)
+        proof = _proof(plan.certificate)
         gap = n.number("certificate.gap", gap_words)
         lead: list[str | Number] = [
             f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
@@ -132,7 +133,9 @@ class PlanPage:
         """What to copy to get and run this plan."""
         plan, words = self.plan, ""
         if self.command:
-            words = "The command makes this plan again and saves it. "
+            words = (
+                f"The {'first ' * is_prediction(plan)}command makes this plan again and saves it. "
+            )
         if plan.runnable:
             words += runnable_words(plan)
         else:
@@ -324,7 +327,9 @@ class PlanPage:
             for finding in self.numbers.value("lints")
         ]
         items = [*found, *self.plan.notes]
-        lead = "What may be changed, with what it would take." if found else "Nothing to warn of."
+        lead = (
+            "What may be changed, with what it would take." if found else "No lint has a warning."
+        )
         return Section("lints", "Lints and notes", lead, items=items)
 
     def assumptions(self) -> Section:
@@ -420,6 +425,14 @@ def _candidate(plan: Plan, number: int, n: Numbers) -> list[Words]:
     ]
 
 
+def _proof(proof: Certificate) -> str:
+    """What a certificate proves of its plan, as the end of a sentence."""
+    words = _PROOFS.get(proof.status, proof.status)
+    if proof.objective_s <= (1 + PROVED) * proof.fastest_s:
+        return words
+    return f"the simplest within {percent(proof.tolerance)} of what is {words}"
+
+
 def _gains(n: Numbers) -> list[Words]:
     """What other software would save, a sentence for each change, the least effort first."""
     found: list[Words] = []
@@ -428,7 +441,7 @@ def _gains(n: Numbers) -> list[Words]:
         at = f"report.gains.{place}"
         found.append(
             [
-                f"{begin}, with the same layout: {gain['change']}. A step then takes ",
+                f"{begin}, with all choices as they are: {gain['change']}. A step then takes ",
                 n.ms(f"{at}.step_time_s"), ", ", n.percent(f"{at}.saved"), " less.",
             ]
         )  # fmt: skip
@@ -439,6 +452,7 @@ def _code(plan: Plan, command: str) -> list[str]:
     """Commands and lines that make such a plan and run it."""
     parts = [f"{command} \\\n    --save plan.json"] if command else []
     if command and is_prediction(plan):
+        parts[0] = f"# this plan again\n{command} \\\n    --save predicted.json"
         parts.append(f"# a plan to train with\n{command} --runnable \\\n    --save plan.json")
     if not plan.runnable or is_prediction(plan):
         parts.append(
