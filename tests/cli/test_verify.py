@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from click.testing import CliRunner
+from support.effort import slow_but
 
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
@@ -87,9 +88,7 @@ def test_every_mesh_of_two_processes_is_exact(name):
     assert len(set(report.reference_losses)) == 3
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=() if kind == "llama" else pytest.mark.slow) for kind in CONFIGS
-])  # fmt: skip
+@pytest.mark.parametrize("kind", slow_but(["llama"], CONFIGS))
 def test_hugging_face_models_are_exact(kind, tmp_path):
     """transformers rounds to fp32 inside norms and the loss: both runs are widened, the tolerance is not."""
     pytest.importorskip("transformers")
