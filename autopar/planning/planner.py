@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
@@ -25,7 +25,7 @@ from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.host_time import host_s
 from autopar.solve.costs.pipeline_cost import Stages
 from autopar.solve.search.branch_and_bound import search, solved_together
-from autopar.solve.search.families import runner_up_data, runners_up, same_layout_s, simpler_of
+from autopar.solve.search.families import Rivals, runner_up_data, same_layout_s, simpler_of
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.restaging import Restager
@@ -93,34 +93,36 @@ def find_best(
     found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of, likely)
     if found.best is None or request.pin.stages is not None:
         return found
-    restager = Restager(annotate, spec.room_bytes, cell_of, found.cells)
-    return _preferred(request, candidates, found, restager, until)
+    rivals = Rivals(
+        groups=solved_together(candidates),
+        candidates=candidates,
+        glances_s=found.glances_s,
+        restager=Restager(annotate, spec.room_bytes, cell_of, found.cells),
+    )
+    return _preferred(request, found, rivals, until)
 
 
 def _preferred(
-    request: PlanRequest,
-    candidates: Sequence[Candidate],
-    found: SearchResult,
-    restager: Restager,
-    until: float,
+    request: PlanRequest, found: SearchResult, rivals: Rivals, until: float
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
     asks for runners-up, with them and with the time of the plan's layout on all memory. After a
     search that ended by its time limit, a runner-up may be faster than its plan, or as good and
     simpler, and takes its place. `until` is as for `Preference`.
     """
-    groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
+    candidates, restager = rivals.candidates, rivals.restager
+    memory_bytes = request.cluster.device.memory_bytes
     preference = Preference(
         restager=restager, tolerance=request.tolerance, memory_bytes=memory_bytes, until=until
     )
-    found = preference.chosen(found, groups, candidates)
+    found = preference.chosen(found, rivals.groups, candidates)
     if not request.runners_up or found.best is None:
         return found
-    others = runners_up(groups, candidates, found, restager)
+    others = rivals.runners_up(found)
     better = others[0].staged if others else None
     if better is not None and (1 + request.tolerance) * better.time_s < found.best[1].time_s:
         faster = with_plan(found, candidates, better, "the best of its family")
-        return _preferred(request, candidates, replace(faster, fastest=None), restager, until)
+        return _preferred(request, replace(faster, fastest=None), rivals, until)
     simpler = simpler_of(others, found, request.tolerance)
     chosen = found.best[0]
     if simpler is not None:
@@ -128,7 +130,7 @@ def _preferred(
         found = with_plan(found, candidates, simpler, "the simplest")
         slower = first is not None and first[1].time_s < simpler.time_s
         found = replace(found, fastest=first if slower else None)
-        others = runners_up(groups, candidates, found, restager)
+        others = rivals.runners_up(found)
     whole = replace(restager, capacity_bytes=memory_bytes)
     return replace(
         found,

@@ -24,6 +24,7 @@ from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
 from autopar.trace.edit import call, is_op
 from autopar.trace.frozen_state import StateRecord, check_state
+from autopar.trace.in_place import rewrite_in_place
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import check_symbols, check_values, shape_text, why_not_captured
@@ -279,6 +280,7 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
             if is_op(node, "detach_") and is_op(node.args[0], "lift_fresh_copy"):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
+        rewrite_in_place(graph)
     if not any(_mutates(node) for graph in graphs for node in graph.nodes):
         return exported
     exported.graph.owning_module = exported.graph_module

@@ -9,7 +9,7 @@ counts limit the work, not the time, so that equal requests give equal runners-u
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -69,38 +69,54 @@ class FamilyBest:
         return inf if self.plan is None else self.plan[1].time_s
 
 
-def runners_up(
-    groups: Sequence[Sequence[int]],
-    candidates: Sequence[Candidate],
-    searched: SearchResult,
-    restager: Restager,
-) -> list[FamilyBest]:
-    """The best plan that was found of each family of `candidates` but that of the chosen plan, the
-    fastest first; families without a plan come last. If the search found a faster plan than the
-    chosen one, that is the best of its family.
-
-    `groups` are indices of candidates that are solved together, `searched` is the result of their
-    search.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rivals:
+    """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
+    that are solved together. `glances_s` has the first bound of each candidate in seconds.
     """
-    if searched.best is None:
-        return []
-    chosen, first, glances_s = searched.best[0], searched.fastest, searched.glances_s
-    of_family: dict[str, list[tuple[float, int]]] = {}
-    for number, group in enumerate(groups):
-        family = family_of(candidates[group[0]])
-        of_family.setdefault(family, []).append((glances_s[group[0]], number))
-    found = []
-    for family in FAMILIES:
-        if family in of_family and family != family_of(chosen):
-            turns = sorted(of_family[family])
-            parts = [parts_of([candidates[n] for n in groups[number]]) for _, number in turns]
-            if first is not None and family == family_of(first[0]):
-                found.append(FamilyBest(family, len(parts), 1, first, None))
-                continue
-            best, solved = _best_of(restager, parts)
+
+    groups: Sequence[Sequence[int]]
+    candidates: Sequence[Candidate]
+    glances_s: Sequence[float]
+    restager: Restager
+    known: dict[str, FamilyBest] = field(default_factory=dict)
+
+    def runners_up(self, searched: SearchResult) -> list[FamilyBest]:
+        """The best plan that was found of each family but that of the chosen plan of `searched`,
+        the fastest first; families without a plan come last. If the search found a faster plan than
+        the chosen one, that is the best of its family.
+        """
+        if searched.best is None:
+            return []
+        chosen, first, found = searched.best[0], searched.fastest, []
+        families = {family_of(self.candidates[group[0]]) for group in self.groups}
+        for family in FAMILIES:
+            if family in families and family != family_of(chosen):
+                if first is not None and family == family_of(first[0]):
+                    count = len(self._parts(family))
+                    found.append(FamilyBest(family, count, 1, first, None))
+                else:
+                    found.append(self._best(family))
+        return sorted(found, key=lambda best: best.time_s)
+
+    def _best(self, family: str) -> FamilyBest:
+        """The best plan that was found of a family."""
+        if family not in self.known:
+            parts = self._parts(family)
+            best, solved = _best_of(self.restager, parts)
             plan = None if best is None else (best.candidate, best.staged.solution)
-            found.append(FamilyBest(family, len(parts), solved, plan, best))
-    return sorted(found, key=lambda best: best.time_s)
+            self.known[family] = FamilyBest(family, len(parts), solved, plan, best)
+        return self.known[family]
+
+    def _parts(self, family: str) -> list[Part]:
+        """The plans of a family, the most promising candidates first."""
+        groups = [[self.candidates[n] for n in group] for group in self.groups]
+        turns = [
+            (self.glances_s[numbers[0]], place)
+            for place, (numbers, group) in enumerate(zip(self.groups, groups, strict=True))
+            if family_of(group[0]) == family
+        ]
+        return [parts_of(groups[place]) for _, place in sorted(turns)]
 
 
 def simpler_of(
