@@ -98,6 +98,8 @@ def find_best(
         candidates=candidates,
         glances_s=found.glances_s,
         restager=Restager(annotate, spec.room_bytes, cell_of, found.cells),
+        processes=limits.processes if found.solve_time_s > limits.alone_s else 1,
+        tell=progress or (lambda line: None),
     )
     return _preferred(request, found, rivals, until)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from support.effort import examples
@@ -20,6 +21,10 @@ from autopar.ir.plan import Plan
 from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
 from autopar.request.plan_request import PlanRequest
+from autopar.solve.search import families
+from autopar.solve.search.families import FAMILIES
+from autopar.solve.search.limits import SearchLimits
+from autopar.solve.search.workers import Team
 
 MODEL, CLUSTER = "llama:layers=2,hidden=512,heads=4,vocab=1024,seq=64", "h100:4"
 
@@ -49,6 +54,25 @@ def test_a_runner_up_is_the_plan_under_its_choices():
         assert again.predicted.step_time_s >= entry["time_s"] * 0.98
         assert sum(entry["breakdown"].values()) == pytest.approx(entry["time_s"])
         assert plan.certificate.bound_s <= entry["time_s"] * (1 + 1e-9)
+
+
+def test_several_processes_find_the_same_runners_up(monkeypatch):
+    helpers = []
+
+    class Watched(Team):
+        def call(self, number, work):
+            helpers.append(FAMILIES[number])
+            # the first one dies
+            return super().call(number, work if len(helpers) > 1 else lambda *_: os._exit(1))
+
+    monkeypatch.setattr(planner, "SearchLimits", partial(SearchLimits, alone_s=0.0))
+    monkeypatch.setattr(families, "Team", Watched)
+    t, plans = task(MODEL, CLUSTER, 8, 64), []
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL, runners_up=True)
+    for processes in (1, 3):
+        plans.append(planner.plan_traced(t.traced, request, processes=processes))
+        assert (len(helpers) > 1) == (processes > 1)
+    assert plans[0].certificate.runners_up == plans[1].certificate.runners_up
 
 
 def test_the_plan_is_within_the_tolerance_and_no_more_complicated_than_the_fastest():

@@ -8,7 +8,8 @@ counts limit the work, not the time, so that equal requests give equal runners-u
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.simplest import candidate_simplicity, fastest
+from autopar.solve.search.workers import Team
 
 SKETCHED, STAGED = 12, 2
 """Numbers of candidates of a family that are sketched, and that are solved."""
@@ -72,13 +74,16 @@ class FamilyBest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
-    that are solved together. `glances_s` has the first bound of each candidate in seconds.
+    that are solved together. `glances_s` has the first bound of each candidate in seconds. At most
+    `processes` work at once; `tell` is called with a line of text if one cannot be started.
     """
 
     groups: Sequence[Sequence[int]]
     candidates: Sequence[Candidate]
     glances_s: Sequence[float]
     restager: Restager
+    processes: int
+    tell: Callable[[str], None]
     known: dict[str, FamilyBest] = field(default_factory=dict)
 
     def runners_up(self, searched: SearchResult) -> list[FamilyBest]:
@@ -88,16 +93,38 @@ class Rivals:
         """
         if searched.best is None:
             return []
-        chosen, first, found = searched.best[0], searched.fastest, []
-        families = {family_of(self.candidates[group[0]]) for group in self.groups}
-        for family in FAMILIES:
-            if family in families and family != family_of(chosen):
-                if first is not None and family == family_of(first[0]):
-                    count = len(self._parts(family))
-                    found.append(FamilyBest(family, count, 1, first, None))
+        own, first = family_of(searched.best[0]), searched.fastest
+        families = {family_of(self.candidates[group[0]]) for group in self.groups} - {own}
+        found = []
+        if first is not None and (family := family_of(first[0])) in families:
+            families.remove(family)
+            found.append(FamilyBest(family, len(self._parts(family)), 1, first, None))
+        self._find([one for one in FAMILIES if one in families - self.known.keys()])
+        found += [self._best(family) for family in families]
+        return sorted(found, key=lambda best: (best.time_s, FAMILIES.index(best.family)))
+
+    def _find(self, families: list[str]) -> None:
+        """Finds the best plans of `families`, several at once in helper processes. Results of one
+        that dies are left out.
+        """
+        team, waiting = Team(self.tell), list(families)
+        try:
+            while waiting:
+                if len(waiting) > 1 and len(team.helpers) < self.processes - 1:
+                    family = waiting.pop()
+                    team.call(FAMILIES.index(family), lambda *_, own=family: self._best(own))
                 else:
-                    found.append(self._best(family))
-        return sorted(found, key=lambda best: best.time_s)
+                    self._best(waiting.pop(0))
+                self._hear(team, None)
+            self._hear(team, time.perf_counter())
+        finally:
+            team.dismiss()
+
+    def _hear(self, team: Team, until: float | None) -> None:
+        """Keeps the results of helpers that are done. `until` is as for `Team.results`."""
+        for number, _, best in team.results(until):
+            if best is not None:
+                self.known[FAMILIES[number]] = best
 
     def _best(self, family: str) -> FamilyBest:
         """The best plan that was found of a family."""
