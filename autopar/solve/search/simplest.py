@@ -100,7 +100,7 @@ class Preference:
                 return replace(
                     with_plan(found, candidates, best, "the simplest"), simpler_left=left
                 )
-            left += unsettled
+            left += unsettled > 0
         return replace(found, simpler_left=left)
 
     @staticmethod
