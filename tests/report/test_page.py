@@ -16,21 +16,23 @@ import autopar
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.jobs.report import check_data
-from autopar.report.numbers import Numbers
 from autopar.report.report import Report
 from autopar.request.pins import Pins
 from autopar.text.device_words import misfit_chance
+from autopar.text.numbers import Numbers
 from autopar.text.units import ms, percent
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 _KEYS = [
     "verdict",
+    "plan",
     "run",
     "cluster",
     "timeline",
     "memory",
     "waterfall",
     "block",
+    "certificate",
     "runners-up",
     "candidates",
     "pareto",
