@@ -40,7 +40,7 @@ def certificate_rows(plan: Plan, cluster: Cluster | None, n: Numbers) -> list[tu
 def pinned_words(plan: Plan) -> str:
     """A clause on the part of the search space that pins leave; '' without pins."""
     pins = plan.made_for.pins
-    return f", among plans with {pin_text(pins)}" if pins else ""
+    return f", among plans with {pin_text(pins).replace(',', ', ')}" if pins else ""
 
 
 def proof_words(plan: Plan) -> str:

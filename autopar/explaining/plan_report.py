@@ -13,7 +13,7 @@ from dataclasses import asdict
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
-from autopar.explaining.assumptions import ASSUMPTION_COLUMNS, assumption_rows, assumptions
+from autopar.explaining.assumptions import assumption_rows, assumptions
 from autopar.explaining.certificate import certificate_rows
 from autopar.explaining.gains import Gain, gain_words
 from autopar.explaining.run_lines import run_lines, run_words
@@ -167,12 +167,15 @@ def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Table]:
 
 
 def _rests_on(plan: Plan, n: Numbers) -> Iterator[Any]:
-    """The search space, and a table of the assumptions."""
+    """The search space, and the assumptions by source."""
     from rich.text import Text
 
     yield Text(f"Search space: {plan.certificate.space}.\n")
-    if rows := [tuple(map(plain, row)) for row in assumption_rows(n)]:
-        yield grid("Assumptions", ASSUMPTION_COLUMNS, rows, right=(1,))
+    by_source: dict[str, list[str]] = {}
+    for what, value, source in assumption_rows(n):
+        by_source.setdefault(plain(source), []).append(f"{plain(what)} {plain(value)}")
+    lines = [f"{'; '.join(found)}. Source: {source}" for source, found in by_source.items()]
+    yield from _listed("Assumptions", lines)
 
 
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
