@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from textwrap import fill, indent
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from autopar.explaining.assumptions import assumption_rows, assumptions
@@ -44,13 +44,12 @@ from autopar.text.plan_words import (
     staleness,
 )
 from autopar.text.recompute_words import recompute_words
-from autopar.text.tables import grid
+from autopar.text.tables import Grid, grid
 from autopar.text.training_words import total_words, training_of, training_words
 from autopar.text.units import WIDTH, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
     from autopar.explaining.lints import Finding
 
@@ -152,13 +151,13 @@ def plan_table(
     return Group(*parts)
 
 
-def _listed(title: str, lines: Sequence[str]) -> Iterator[Table]:
+def _listed(title: str, lines: Sequence[str]) -> Iterator[Grid]:
     """A title and lines below it, of which each begins with a dash; nothing without lines."""
     if lines:
         yield grid(title, ("", ""), [("-", line) for line in lines])
 
 
-def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Table]:
+def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Grid]:
     """Tables of what is proved, and of the runners-up, if any are known."""
     rows = [(name, plain(words)) for name, words in certificate_rows(plan, cluster, n)]
     yield grid("Certificate", ("", ""), rows)
@@ -245,7 +244,7 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
         yield f"cost of a million {plan.made_for.rows}", f"${dollars:.4g}"
 
 
-def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table:
+def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Grid:
     rows = summary_rows(plan, cluster)
     if tokens is not None:
         at = training_of(plan, tokens, cluster or named_cluster(plan))
@@ -253,7 +252,7 @@ def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table
     return grid("Plan", ("", ""), rows)
 
 
-def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
+def _ranks(plan: Plan, cluster: Cluster | None) -> Grid:
     """A table of the pipeline ranks with their devices, segments and memory, for a cluster with
     several kinds of devices.
     """
@@ -270,7 +269,7 @@ def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
     )
 
 
-def _time(plan: Plan) -> Table:
+def _time(plan: Plan) -> Grid:
     total = plan.predicted.step_time_s or 1.0
     rows = []
     for name, seconds in plan.predicted.breakdown.items():
@@ -300,7 +299,7 @@ def _details(plan: Plan, stages_s: float) -> Iterator[tuple[str, float]]:
         yield "layout changes (tensor parallelism)", rest_s
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Plan) -> Grid:
     peak = max(plan.predicted.peak_memory_bytes, default=0) or 1
     rows = [
         (MEMORY_WORDS.get(name, name), gib(size), percent(size / peak))
@@ -314,7 +313,7 @@ def _memory(plan: Plan) -> Table:
     )
 
 
-def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
+def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Grid:
     number = len(block.segments)
     title = f"Block {block.segments[0]}" + (
         f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else ""
@@ -335,8 +334,5 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
             f"collectives {way}: {collectives(dict(counts[way]))}"
             for way in ("forward", "backward")
         ]
-        table.caption, table.caption_justify = (
-            "\n".join(fill(line, WIDTH) for line in lines) + "\n",
-            "left",
-        )
+        table.caption = "\n".join(lines) + "\n"
     return table
