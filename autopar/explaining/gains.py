@@ -25,7 +25,7 @@ _CHANGES: tuple[tuple[str, Any, str], ...] = (
     ("tp_overlap", True, "asynchronous tensor parallelism"),
     ("dispatch", "once", "tokens that travel to each node once (DeepEP)"),
     ("cuda_graphs", "all", "CUDA graphs"),
-    ("matmul_dtype", "fp8", "linear layers in fp8, which changes the numbers"),
+    ("matmul_dtype", "fp8", "linear layers in fp8, which change the numbers"),
 )
 """Fields of `Software`, other values of them, and what these are. What takes least effort comes first."""
 _OPTIONS = {"compiled": "--compile", "matmul_dtype": "--fp8 delayed"}
@@ -50,7 +50,7 @@ def gain_words(n: Numbers, place: int) -> list[str | Number]:
     at = f"report.gains.{place}"
     gain = n.value(at)
     return [
-        f"{gain['change']} ({gain['option']}): a step takes ",
+        f"{gain['change']}, with {gain['option']}: a step takes ",
         n.ms(f"{at}.step_time_s"), ", ", n.percent(f"{at}.saved"), " less",
     ]  # fmt: skip
 
