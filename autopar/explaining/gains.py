@@ -34,8 +34,8 @@ _OPTIONS = {"compiled": "--compile", "matmul_dtype": "--fp8 delayed"}
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A change of the software: a field of `Software`, the change as text, the option that predicts
-    with it, seconds of a step with it, and the fraction of the step that it saves.
+    """A change of the software: a field of `Software`, the change as text, and the option that predicts
+    with it; then seconds of a step, and the fraction of the step that is saved.
     """
 
     field: str
