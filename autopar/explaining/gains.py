@@ -35,7 +35,7 @@ _OPTIONS = {"compiled": "--compile", "matmul_dtype": "--fp8 delayed"}
 @dataclass(frozen=True, slots=True)
 class Gain:
     """A change of the software: a field of `Software`, the change as text, and the option that predicts
-    with it; then seconds of a step, and the fraction of the step that is saved.
+    with it. Then seconds of a step, and the fraction of the step that is saved.
     """
 
     field: str
