@@ -170,7 +170,7 @@ def together(*options: Callable) -> Callable[[Callable], Callable]:
 def search(command: Callable) -> Callable:
     """A decorator that adds the options of every command that searches for plans: headroom,
     tolerance, precision, time limit, runnable, the mean of micro-batch losses, and the software.
-    The command gets that as the argument `software`.
+    The command gets that as the argument `software`, and the name of its framework as `framework`.
     """
 
     @wraps(command)
@@ -182,7 +182,7 @@ def search(command: Callable) -> Callable:
         if name is not None or within is not None:
             at, pin, precision = (given.get(key) for key in ("cluster", "pin", "precision"))
             software = software_like(name, software, at, parse_pins(pin or ""), precision, within)
-        return command(*args, **given, software=software)
+        return command(*args, **given, software=software, framework=name)
 
     others = (micro_batch_mean, runnable, limit, tolerance, headroom, precision)
     return together(*_SOFTWARE.values(), *others)(with_software)
@@ -233,10 +233,15 @@ def software_like(
 
 
 def software_words(
-    software: Software, cluster: str, pins: Mapping[str, Any], precision: str, target: str | None
+    software: Software,
+    cluster: str,
+    pins: Mapping[str, Any],
+    precision: str,
+    target: str | None,
+    framework: str | None = None,
 ) -> str | None:
     """The options that give `software` in a command with the other arguments, such as `--compile`.
-    None if no options do.
+    None if no options do. Of frameworks with equal software, it is `framework`.
     """
     from autopar.request.framework_names import FRAMEWORKS
 
@@ -246,7 +251,7 @@ def software_words(
     own |= {"fp8_scaling": software.fp8_scaling} if in_fp8 else {}
     few = {name: value for name, value in own.items() if name in ("compiled", "fp8_scaling")}
     for parts in (few, own):
-        for name in (None, *FRAMEWORKS):
+        for name in dict.fromkeys((framework, None, *FRAMEWORKS)):
             found = software_from(parts)
             if name is not None or target is not None:
                 found = software_like(name, found, cluster, pins, precision, target)

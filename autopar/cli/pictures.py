@@ -75,18 +75,18 @@ class Pictures:
         """Whether anything is to be drawn."""
         return any(path is not None for path in (self.html, self.svg, self.trace))
 
-    def write(self, page: Page, report: Report | None = None) -> None:
-        """Writes the pictures, and says so on stderr; nothing if none is wanted. A trace is that of
-        `report`. Raises AutoparError if one cannot be written.
+    def write(self, shown: Page | Report) -> None:
+        """Writes the pictures, and says so on stderr; nothing if none is wanted. A trace is that of a
+        report. Raises AutoparError if one cannot be written.
         """
         said = []
         if self.html is not None:
-            page.save(self.html)
+            shown.save(self.html)
             said.append(self.html)
         if self.svg is not None:
-            said += map(str, page.save_svgs(self.svg))
-        if self.trace is not None and report is not None:
-            events = report.save_trace(self.trace, self.every_rank)
+            said += map(str, shown.save_svgs(self.svg))
+        if self.trace is not None and hasattr(shown, "save_trace"):
+            events = shown.save_trace(self.trace, self.every_rank)
             said.append(f"{self.trace} ({events:,} events)")
         if said:
             click.echo(f"Written: {', '.join(said)}", err=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.ir.plan import Plan
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
+    from autopar.report.report import Report
 
 
 class _Mistake(click.ClickException):
@@ -204,21 +205,17 @@ def explain(
         except NoPlanFits as error:
             _refuse(error, planned, pins, as_json)
         plan = planned.compared_with_free(chosen.plan, pins) if objective == "time" else chosen.plan
-        counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
         within = planned.pins_within(pins)
         checks: list[Replay | Audit] = (
             [planned.replay(plan, within, chosen.cluster)] if replays else []
         )
         checks += [planned.audit(plan, within, chosen.cluster)] if audits else []
-        report = planned.report(plan, within, counts, chosen.cluster) if drawn.wanted else None
+        report = planned.report(plan, within, chosen.cluster, drawn.wanted)
     if save:
         plan.save(save)
-    detail |= {"cluster": chosen.cluster, "tokens": tokens}
-    _show_plan(
-        plan, as_json, findings, counts, chosen=chosen, checks=checks, report=report, detail=detail
-    )
-    if report is not None:
-        drawn.write(report.page, report)
+    detail |= {"tokens": tokens}
+    _show_plan(report, as_json, detail, chosen, checks)
+    drawn.write(report)
     _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
@@ -268,7 +265,7 @@ def _explain_saved(
     wanted: Mapping[str, Any],
     as_json: bool,
     drawn: Pictures,
-    detail: dict[str, Any],
+    detail: Mapping[str, Any],
 ) -> Plan:
     """Prints the report on the plan file `path`, in the detail that `plan_table` takes, draws what
     `drawn` asks for, and returns the plan. Raises AutoparError if options are given (`wanted`) that
@@ -290,53 +287,43 @@ def _explain_saved(
     if cluster is not None and wanted["price"] is not None:
         cluster = cluster.with_price(wanted["price"])
     findings = lint(plan, cluster) if cluster is not None else []
-    report = Report(plan, cluster, findings=findings) if drawn.wanted else None
-    _show_plan(plan, as_json, findings, report=report, detail=detail | {"cluster": cluster})
-    if report is not None:
-        drawn.write(report.page, report)
+    report = Report(plan, cluster, findings=findings)
+    _show_plan(report, as_json, detail)
+    drawn.write(report)
     if not as_json:
         click.echo(
-            "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
-            "explain MODEL CLUSTER.",
+            "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products), and what other "
+            "software would save, come with explain MODEL CLUSTER.",
             err=True,
         )
     return plan
 
 
 def _show_plan(
-    plan: Any,
+    report: Report,
     as_json: bool,
-    findings: list,
-    counts: dict | None = None,
+    detail: Mapping[str, Any],
     chosen: Any = None,
     checks: Sequence[Any] = (),
-    report: Any = None,
-    detail: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints a plan, as JSON or as a report. `findings` are its lints, `counts` its collectives by
-    block. `chosen` says what objective it was chosen for, if it was made now; `checks` are its
-    replay and audit. JSON has the numbers of the page `report`, if one is written. `detail` has
-    `cluster`, `tokens`, `layers` and `verbose` of `plan_table`.
+    """Prints a report, as JSON or as text. `chosen` says what objective its plan was chosen for, if it
+    was made now; `checks` are its replay and audit. `detail` has `tokens`, `layers` and `verbose` of
+    `plan_table`.
     """
-    from autopar.explaining.plan_report import plan_data, plan_table
+    from autopar.explaining.plan_report import plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
-
-    detail = detail or {}
     from autopar.text.training_words import training_of
 
     if as_json:
-        added = {"lints": [asdict(finding) for finding in findings]} | (
-            {"objective": chosen_data(chosen)} if chosen else {}
-        )
+        added = {"objective": chosen_data(chosen)} if chosen else {}
         added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
         if (tokens := detail.get("tokens")) is not None:
-            added["training"] = asdict(training_of(plan, tokens, detail["cluster"]))
-        added |= {"report": report.data["report"]} if report is not None else {}
-        click.echo(json.dumps(plan_data(plan) | added, indent=1))
+            added["training"] = asdict(training_of(report.plan, tokens, report.cluster))
+        click.echo(json.dumps(report.data | added, indent=1))
         return
     if chosen:
         show(chosen_table(chosen))
-    show(plan_table(plan, counts, findings=findings, **detail))
+    show(plan_table(report.plan, report.counts, **report.said, **detail))
     for check in checks:
         show(check.table())
 

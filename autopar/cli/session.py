@@ -20,7 +20,6 @@ from autopar.request.pins import Pins
 from autopar.request.software import Software
 
 if TYPE_CHECKING:
-    from autopar.explaining.lints import Finding
     from autopar.ir.traced import TracedModel
     from autopar.planning.remedies import Ask, Remedies
     from autopar.recheck.audit import Audit
@@ -35,7 +34,8 @@ class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
     the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
     `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
-    `target` is the framework whose limits plans keep, or None.
+    `target` is the framework whose limits plans keep, or None. `framework` is the one whose software
+    was asked for by name, or None.
     """
 
     model: str
@@ -51,6 +51,7 @@ class Asked:
     headroom: str | None = None
     tolerance: float = 0.02
     target: str | None = None
+    framework: str | None = None
 
 
 class Planner:
@@ -180,29 +181,20 @@ class Planner:
             tell=self.tell,
         )
 
-    def collectives(self, plan: Plan) -> dict:
-        """By block name: counts of its collectives for a micro-batch, forward and backward
-        (`block_collectives`).
-        """
-        from autopar.explaining.collective_counts import block_collectives
-        from autopar.planning.model_facts import as_planned
-
-        return block_collectives(as_planned(self.traced(), plan), plan)
-
     def report(
         self,
         plan: Plan,
         pin: Mapping[str, Any],
-        counts: dict,
         cluster: Cluster | None = None,
+        is_drawn: bool = True,
     ) -> Report:
         """The report (`Report`) on a plan that was made under the pins `pin` for `cluster`
-        (default: that of the request), with its simulated step. `counts` are its collectives.
+        (default: that of the request), with its simulated step if it `is_drawn`.
         """
         from autopar.report.command_line import command_line
         from autopar.report.explained import full_report
 
-        self.tell("simulating the step")
+        self.tell("simulating the step" if is_drawn else "pricing other software")
         request = self._made_for(plan, pin, cluster)
         is_part = cluster is not None and cluster.name != self.cluster.name
         given = self.asked.cluster
@@ -211,7 +203,7 @@ class Planner:
         words = ""
         if options is not None:
             words = command_line(plan, self.asked.model, on, self.asked.seq, options)
-        return full_report(plan, self.traced(), request, counts, words)
+        return full_report(plan, self.traced(), request, command=words, is_drawn=is_drawn)
 
     def _options(self, plan: Plan, cluster: str) -> str | None:
         """The options of this request's software, headroom and target for a command with the plan's
@@ -221,7 +213,7 @@ class Planner:
         from autopar.request.pins import pins_of
 
         asked = self.asked
-        at = cluster, pins_of(plan), plan.precision, asked.target
+        at = cluster, pins_of(plan), plan.precision, asked.target, asked.framework
         if (words := software_words(asked.software, *at)) is None:
             return None
         more = [f"--target {asked.target}"] if asked.target else []
@@ -280,13 +272,6 @@ class Planner:
         at = cluster or self.cluster
         api.check_plan(plan, as_planned(self.traced(), plan), at)
         return replace(self.request, pin=Pins.of(pin), cluster=at)
-
-    def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
-        """The warnings (`lints.lint`) on a plan for a cluster; by default that of the request."""
-        from autopar.explaining.lints import lint
-        from autopar.planning.model_facts import as_planned
-
-        return lint(plan, cluster or self.cluster, as_planned(self.traced(), plan))
 
 
 def asked_of(

@@ -17,8 +17,7 @@ PROGRESS_EVERY_S = 10.0
 
 def show(renderable: Any, width: int | None = None) -> None:
     """Prints a rich renderable or text to stdout. Text is not wrapped. If stdout is not a terminal,
-    a renderable is `width` columns wide, by default $COLUMNS, or else 120, and lines end without
-    blanks.
+    a renderable is $COLUMNS wide, or else `width`, or else 120, and lines end without blanks.
     """
     from rich.console import Console
 
@@ -28,7 +27,7 @@ def show(renderable: Any, width: int | None = None) -> None:
         return
     from autopar.text.units import WIDTH
 
-    wide = width or int(os.environ.get("COLUMNS") or WIDTH)
+    wide = int(os.environ.get("COLUMNS") or width or WIDTH)
     console = Console(
         file=sys.stdout, width=wide, highlight=False, soft_wrap=isinstance(renderable, str)
     )

@@ -162,20 +162,15 @@ class CompareTable:
             yield Text(f"Software: {software_words(best.made_for.software)}.")
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
-        width = max(room // at_once - 2, _PLAN_WIDTH)
         rows = self._rows([entry.plan for entry in planned])
         for first in range(0, len(planned), at_once):
             names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
-            table = grid(
+            yield grid(
                 "",
                 ("", *names),
                 [(what, *values[first : first + at_once]) for what, values in rows],
                 right=tuple(range(1, at_once + 1)),
             )
-            table.columns[0].max_width = _LABEL_WIDTH
-            for column in table.columns[1:]:
-                column.max_width = width
-            yield table
         for entry in self.entries:
             if isinstance(entry, Impossible):
                 yield Text(f"{entry.name} is not possible: {entry.reason}.", style="yellow")

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import io
 import json
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from autopar.explaining.runners_up import preference_words, runners_up_table
+from autopar.explaining.assumptions import assumption_rows, assumptions
+from autopar.explaining.certificate import certificate_rows
+from autopar.explaining.gains import Gain, gain_words
+from autopar.explaining.run_lines import run_lines, run_words
+from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
 from autopar.ir.cluster import Cluster
-from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
-from autopar.ir.plan_fields import BlockPlan, Certificate, Prediction
+from autopar.ir.plan_fields import BlockPlan, Prediction
 from autopar.request.software import software_words
 from autopar.text.device_words import (
     assumed_words,
     fullest_rank,
     groups_by_rank,
     kinds,
+    misfit_advice,
     misfit_chance,
 )
 from autopar.text.layout_words import collectives, describe, interesting, layouts
 from autopar.text.measured import evidence
+from autopar.text.numbers import Numbers, plain
 from autopar.text.plan_words import (
     DETAIL_WORDS,
     MEMORY_WORDS,
@@ -37,18 +43,16 @@ from autopar.text.plan_words import (
     placement_words,
     staleness,
 )
-from autopar.text.tables import grid
+from autopar.text.recompute_words import recompute_words
+from autopar.text.tables import Grid, grid
 from autopar.text.training_words import total_words, training_of, training_words
-from autopar.text.units import PROVED, WIDTH, gap_words, gib, ms, percent
+from autopar.text.units import WIDTH, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
     from autopar.explaining.lints import Finding
 
-_NO_GAIN = 5e-4
-"""Fraction of a step below which more memory is said to gain nothing."""
 _LIKELY = 5e-4
 """Chance not to fit from which it is printed."""
 DETAIL_SHARE = 1e-3
@@ -58,9 +62,8 @@ LAYOUT_LEGEND = (
     "Column-parallel shards what a layer computes, row-parallel what it sums over.\n"
 )
 """The words of the tables of blocks."""
-MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"
-"""What to do about a gap."""
-LAYERS_HINT = "How each op of a layer runs: --layers.  The search space: --verbose.\n"
+LAYERS_HINT = "How each op of a layer runs: --layers.\n"
+SPACE_HINT = "The search space, and the rates behind all this with their sources: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
@@ -71,15 +74,30 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return json.loads(plan.to_json())
 
 
-def explain(plan: Plan, counts: BlockCounts | None = None) -> str:
+def facts_data(
+    plan: Plan,
+    cluster: Cluster | None,
+    findings: Sequence[Finding] = (),
+    gains: Sequence[Gain] = (),
+) -> dict[str, Any]:
+    """The data of a report's text: those of the plan, `lints`, and in `report` what other software
+    would save and what predictions rest on. A page adds to `report`.
+    """
+    found: dict[str, Any] = {"gains": [asdict(gain) for gain in gains]}
+    if cluster is not None:
+        found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
+    return plan_data(plan) | {"lints": [asdict(lint) for lint in findings], "report": found}
+
+
+def explain(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
     """The report on a plan as plain text: choices, predicted time and memory, certificate,
-    runners-up, and the layouts of blocks. `counts` as in `plan_table`.
+    runners-up, and the layouts of blocks. `counts` and `more` as in `plan_table`.
     """
     from rich.console import Console
 
     out = io.StringIO()
     Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(
-        plan_table(plan, counts)
+        plan_table(plan, counts, **more)
     )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -92,6 +110,8 @@ def plan_table(
     tokens: float | None = None,
     layers: bool = True,
     verbose: bool = True,
+    gains: Sequence[Gain] = (),
+    command: str = "",
 ) -> Group:
     """The report on a plan as a rich renderable.
 
@@ -99,24 +119,20 @@ def plan_table(
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
     the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
     takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
-    with the search space.
+    with the search space and the assumptions. `gains` are what other software would save. `command`
+    makes the plan again.
     """
     from rich.console import Group
     from rich.text import Text
 
+    at = cluster or named_cluster(plan)
+    n = Numbers(facts_data(plan, at, findings, gains))
     parts: list[Any] = [
         Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")
     ]
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
-    ranks = [_ranks(plan, cluster or named_cluster(plan))] if plan.devices else []
-    parts += [
-        _summary(plan, cluster, tokens),
-        *ranks,
-        _time(plan),
-        _memory(plan),
-        _certificate(plan, cluster or named_cluster(plan), verbose),
-        *runners_up_table(plan),
-    ]
+    parts += [_summary(plan, cluster, tokens), *([_ranks(plan, at)] if plan.devices else [])]
+    parts += [_time(plan), _memory(plan), *_proved(plan, at, n)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         shown = plan.blocks if layers else ()
         parts += [_block(plan, block, (counts or {}).get(block.name)) for block in shown]
@@ -124,35 +140,41 @@ def plan_table(
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(Text(f"Every op runs whole on its device{where}.\n"))
-    if findings:
-        parts.append(
-            Text(
-                "Lints\n"
-                + "\n".join(f"  - {finding.lint}: {finding}" for finding in findings)
-                + "\n"
-            )
-        )
-    if plan.notes:
-        parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
-    if plan.runnable:
-        parts.append(Text(runnable_words(plan), style="yellow"))
+    parts += _listed("Lints", [f"{finding.lint}: {finding}" for finding in findings])
+    parts += _listed("Notes", plan.notes)
+    saved = [plain(gain_words(n, place)) + "." for place in range(len(gains))]
+    parts += _listed("Other software, each alone with all choices as they are", saved)
+    parts += _rests_on(plan, n) if verbose else [Text(SPACE_HINT)]
+    parts.append(Text(run_words(plan, command), style="yellow" * bool(plan.runnable)))
+    if command:
+        parts.append(Text(f"\n{indent(run_lines(plan, command), '  ')}", no_wrap=True, overflow="ignore"))  # fmt: skip
     return Group(*parts)
 
 
-def is_prediction(plan: Plan) -> bool:
-    """Whether the engine runs such a plan once the model is captured in the plan's precision."""
-    return plan.runnable.startswith("a graph captured in ")
+def _listed(title: str, lines: Sequence[str]) -> Iterator[Grid]:
+    """A title and lines below it, of which each begins with a dash; nothing without lines."""
+    if lines:
+        yield grid(title, ("", ""), [("-", line) for line in lines])
 
 
-def runnable_words(plan: Plan) -> str:
-    """How to get a plan like this one that the engine runs."""
-    if is_prediction(plan):
-        return (
-            f"This plan is a prediction.  To train with it, plan with --runnable (runnable=True in Python), which captures the model in "
-            f"{plan.precision}."
-        )
-    remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
-    return f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}"
+def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Grid]:
+    """Tables of what is proved, and of the runners-up, if any are known."""
+    rows = [(name, plain(words)) for name, words in certificate_rows(plan, cluster, n)]
+    yield grid("Certificate", ("", ""), rows)
+    if others := [tuple(map(plain, row)) for row in runner_up_rows(plan, n)]:
+        yield grid("Runners-up", RUNNER_UP_COLUMNS, others, right=(2, 3, 4))
+
+
+def _rests_on(plan: Plan, n: Numbers) -> Iterator[Any]:
+    """The search space, and the assumptions by source."""
+    from rich.text import Text
+
+    yield Text(f"Search space: {plan.certificate.space}.\n")
+    by_source: dict[str, list[str]] = {}
+    for what, value, source in assumption_rows(n):
+        by_source.setdefault(plain(source), []).append(f"{plain(what)} {plain(value)}")
+    lines = [f"{'; '.join(found)}. Source: {source}" for source, found in by_source.items()]
+    yield from _listed("Assumptions", lines)
 
 
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
@@ -167,10 +189,11 @@ def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, 
     name parses to, if any.
     """
     cluster = cluster or named_cluster(plan)
-    return [*_choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
+    return [*choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
 
 
-def _choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]]:
+def choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]]:
+    """The rows of choices alone."""
     mesh, stages = plan.mesh, len(plan.stages)
     yield "mesh", f"{mesh} ({mesh.num_devices} devices)" if mesh.num_devices > 1 else "1 device"
     if cluster and not mesh.deal and cluster.topology.nodes > 1:
@@ -187,7 +210,7 @@ def _choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str
         yield "pipeline", f"{plan.schedule}, {stages} stages, {each}"
     groups = f"groups of {plan.shard} of {mesh.dp * mesh.cp} data-parallel ranks"
     yield "ZeRO stage", f"{plan.zero}" + (f", shared out by {groups}" if plan.shard else "")
-    yield "recompute", plan.recompute
+    yield "recompute", recompute_words(plan)
     if plan.offload != "none":
         held = f"{gib(plan.predicted.host_bytes)} of host memory per device"
         what = OFFLOAD_WORDS.get(plan.offload, plan.offload)
@@ -212,7 +235,8 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
         yield "memory per device", gib(peak) + share
         chance = misfit_chance(plan, cluster)
         if chance is not None and chance >= _LIKELY:
-            yield "chance that it does not fit", percent(chance)
+            advice = misfit_advice(plan, chance)
+            yield "chance that it does not fit", percent(chance) + f"; {advice}" * bool(advice)
     else:
         yield "memory per device", gib(max(predicted.peak_memory_bytes, default=0))
     dollars = dollars_per_million_tokens(plan, cluster)
@@ -220,7 +244,7 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
         yield f"cost of a million {plan.made_for.rows}", f"${dollars:.4g}"
 
 
-def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table:
+def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Grid:
     rows = summary_rows(plan, cluster)
     if tokens is not None:
         at = training_of(plan, tokens, cluster or named_cluster(plan))
@@ -228,7 +252,7 @@ def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table
     return grid("Plan", ("", ""), rows)
 
 
-def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
+def _ranks(plan: Plan, cluster: Cluster | None) -> Grid:
     """A table of the pipeline ranks with their devices, segments and memory, for a cluster with
     several kinds of devices.
     """
@@ -245,7 +269,7 @@ def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
     )
 
 
-def _time(plan: Plan) -> Table:
+def _time(plan: Plan) -> Grid:
     total = plan.predicted.step_time_s or 1.0
     rows = []
     for name, seconds in plan.predicted.breakdown.items():
@@ -275,7 +299,7 @@ def _details(plan: Plan, stages_s: float) -> Iterator[tuple[str, float]]:
         yield "layout changes (tensor parallelism)", rest_s
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Plan) -> Grid:
     peak = max(plan.predicted.peak_memory_bytes, default=0) or 1
     rows = [
         (MEMORY_WORDS.get(name, name), gib(size), percent(size / peak))
@@ -289,51 +313,7 @@ def _memory(plan: Plan) -> Table:
     )
 
 
-def outcome_counts(certificate: Certificate) -> dict[str, int]:
-    """The number of candidates of the search by outcome, such as 'pruned'."""
-    counts: dict[str, int] = {}
-    for entry in certificate.meshes:
-        counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
-    return counts
-
-
-def _certificate(plan: Plan, cluster: Cluster | None, verbose: bool) -> Table:
-    proof = plan.certificate
-    rows = [("status", _status_words(proof)), ("objective", ms(proof.objective_s))]
-    if proof.gap > PROVED:
-        rows.append(("lower bound", ms(proof.bound_s) if proof.bound_s > 0 else "none in time"))
-    if words := preference_words(plan):
-        rows.append(("simplicity", words))
-    if words := _headroom_words(plan, cluster):
-        rows.append(("headroom", words))
-    rows.append(("candidates", f"{len(proof.meshes):,}"))
-    rows += [("space", proof.space)] if verbose else []
-    return grid("Certificate", ("", ""), rows)
-
-
-def _status_words(proof: Certificate) -> str:
-    if proof.gap <= PROVED:
-        return f"optimal, to within {percent(PROVED)}"
-    return f"{proof.status}, gap {gap_words(proof.gap)}; {MORE_TIME}"
-
-
-def _headroom_words(plan: Plan, cluster: Cluster | None) -> str:
-    """What is kept free on each device, and what that costs, as text; '' if nothing is."""
-    proof = plan.certificate
-    if not proof.headroom:
-        return ""
-    kept = headroom_words(proof.headroom)
-    if cluster is not None and proof.headroom < 1 and len(cluster.groups) == 1:
-        kept = f"{gib(proof.headroom * cluster.device.memory_bytes)} ({kept})"
-    if proof.unlimited_s is None:
-        return f"{kept} kept free"
-    saved = 1 - proof.unlimited_s / plan.predicted.step_time_s
-    if saved <= _NO_GAIN:
-        return f"{kept} kept free, which costs this layout no time"
-    return f"{kept} kept free; with it this layout would take {ms(proof.unlimited_s)}, {percent(saved)} less"
-
-
-def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
+def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Grid:
     number = len(block.segments)
     title = f"Block {block.segments[0]}" + (
         f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else ""
@@ -354,8 +334,5 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
             f"collectives {way}: {collectives(dict(counts[way]))}"
             for way in ("forward", "backward")
         ]
-        table.caption, table.caption_justify = (
-            "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n",
-            "left",
-        )
+        table.caption = "\n".join(lines) + "\n"
     return table

@@ -3,56 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.explaining.cost_parts import breakdown_parts
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.simplicity import Simplicity, simplicity_of
+from autopar.text.numbers import Numbers, Words
 from autopar.text.plan_words import TIME_WORDS, choice_words
-from autopar.text.tables import grid
-from autopar.text.units import PROVED, gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from autopar.text.units import PROVED, gap_words, ms, percent
 
 _EQUAL = 5e-4
 """Fraction of a step below which a runner-up is said to be as fast."""
 
 
-def runners_up_table(plan: Plan) -> list[Table]:
-    """A list with one table of the plan's runners-up: a row for each other family of layouts, with
-    its best plan, what it loses and where. [] if none are known.
+RUNNER_UP_COLUMNS = ("family", "best plan", "step time", "longer", "memory", "why")
+"""The columns of `runner_up_rows`, of which 2, 3 and 4 are numbers."""
+
+
+def runner_up_rows(plan: Plan, n: Numbers) -> list[list[Words]]:
+    """A row for each other family of layouts, with its best plan, what it loses and where. `n` looks
+    up the plan's data.
     """
-    entries = plan.certificate.runners_up
-    if not entries:
-        return []
-    rows = [_row(plan, entry) for entry in entries]
-    columns = ("family", "best plan", "step time", "longer", "memory", "why")
-    return [grid("Runners-up", columns, rows, right=(2, 3, 4))]
-
-
-def _row(plan: Plan, entry: Mapping[str, Any]) -> tuple[str, ...]:
-    if entry["time_s"] is None:
-        return (entry["family"], "none fits", "-", "-", "-", "")
-    more = entry["time_s"] / plan.predicted.step_time_s - 1
-    return (
-        entry["family"],
-        choice_words(entry),
-        ms(entry["time_s"]),
-        f"{100 * more:+.1f} %",
-        gib(entry["memory_bytes"]),
-        why(plan, entry),
-    )
+    own_s, rows = plan.predicted.step_time_s, list[list[Words]]()
+    for k, entry in enumerate(plan.certificate.runners_up):
+        at = f"certificate.runners_up.{k}"
+        if entry["time_s"] is None:
+            rows.append([entry["family"], "none fits", "-", "-", "-", ""])
+            continue
+        longer = n.number(f"{at}.time_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
+        rows.append([
+            entry["family"], choice_words(entry), n.ms(f"{at}.time_s"), longer,
+            n.gib(f"{at}.memory_bytes"), why(plan, entry),
+        ])  # fmt: skip
+    return rows
 
 
 def why(plan: Plan, entry: Mapping[str, Any]) -> str:
-    """Why the plan was preferred to a runner-up, as text: the part of a step that takes most longer
-    there. If the runner-up is not slower, it is what makes it less simple.
+    """Why the plan was preferred to another one that was found, as text: the part of a step that takes
+    most longer there, if that is known. If the other is not slower, it is what makes it less simple.
     """
     if entry["time_s"] <= (1 + _EQUAL) * plan.predicted.step_time_s:
         own, other = simplicity_of_plan(plan), simplicity_of_entry(entry)
         return f"less simple: {other}" if other > own else "as good"
+    if not entry.get("breakdown"):
+        return f"{gap_words(entry['time_s'] / plan.predicted.step_time_s - 1)} slower"
     parts = breakdown_parts(plan.predicted.breakdown, entry["breakdown"])
     part, ours, theirs = max(parts, key=lambda part: part[2] - part[1])
     return f"{TIME_WORDS.get(part, part)}: {ms(theirs)}, not {ms(ours)}"

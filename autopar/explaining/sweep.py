@@ -17,12 +17,11 @@ from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
 from autopar.request.software import software_words
 from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
-from autopar.text.tables import grid
+from autopar.text.tables import Grid, grid
 from autopar.text.units import gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
 BREAK_EVEN_RATIO = 1.05
 """A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
@@ -361,7 +360,7 @@ def _where(row: Row | Unplanned, varied: Sequence[str]) -> str:
     return ", ".join(row.point.words(axis) for axis in varied)
 
 
-def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
+def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Grid:
     numbers = ("step", "tok/s/GPU", "eff. %", "GiB", unit, "")
     heads = (*(_HEADS[axis] for axis in varied), "plan", *numbers)
     rows = []
@@ -380,13 +379,7 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
         )
         rows.append((*where, *values, "*" if best else ""))
     right = tuple(place for place, head in enumerate(heads) if head != "plan")
-    table = grid("", heads, rows, right=right)
-    for column in table.columns:
-        column.no_wrap = column.header != "plan"
-        if column.header == "plan":
-            words = (word for cells in rows for word in cells[len(varied)].split())
-            column.min_width = max(map(len, words))
-    return table
+    return grid("", heads, rows, right=right)
 
 
 def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:

@@ -11,9 +11,9 @@ from autopar.ir.cluster import plain_data
 from autopar.jobs.check import Answer
 from autopar.jobs.report import TITLES, check_data, gap_words, layout_words, proof_words
 from autopar.report.explained import full_report
-from autopar.report.numbers import Number, Numbers
-from autopar.report.page import Page, Section, Table, Words
+from autopar.report.page import Page, Section, Table
 from autopar.report.report import Report
+from autopar.text.numbers import Number, Numbers, Words
 from autopar.text.plan_words import short_words
 from autopar.text.units import percent
 

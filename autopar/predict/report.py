@@ -27,11 +27,10 @@ from autopar.predict.score import (
     select,
 )
 from autopar.predict.score import Group as LayoutGroup
-from autopar.text.tables import grid
+from autopar.text.tables import Grid, grid
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
     from autopar.predict.ablate import Ablation  # loads torch
 
@@ -156,7 +155,7 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     return Group(*parts, *map(Text, lines))
 
 
-def _rows(predictions: Predictions) -> Table:
+def _rows(predictions: Predictions) -> Grid:
     rows = []
     for result in (*predictions.results, *predictions.out_of_memory):
         run, predicted, measured = result.run, result.prediction, result.run.measured
@@ -176,9 +175,8 @@ def _rows(predictions: Predictions) -> Table:
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
     table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption = (
-        "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long"
+        "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long\n"
     )
-    table.caption_justify = "left"
     return table
 
 
@@ -204,7 +202,7 @@ def layout_words(run: Run) -> str:
     return " ".join([*words, run.precision.matmul])
 
 
-def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
+def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
     rows = [
         (name, str(t.count), _percent(t.mape), _signed(t.bias), _percent(t.within_10))
         for name, t in ((name, scores.time) for name, scores in sets.items())
@@ -212,7 +210,7 @@ def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
     return _grid(title, (what, "runs", "MAPE", "bias", "within 10 %"), rows, right=(1, 2, 3, 4))
 
 
-def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
+def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
     rows = [
         (
             name,
@@ -237,12 +235,12 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
     return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
 
 
-def _worst(scores: Scores) -> Table:
+def _worst(scores: Scores) -> Grid:
     rows = [(name, _signed(error)) for name, error in scores.time.worst]
     return _grid("Worst step times", ("run", "error"), rows, right=(1,))
 
 
-def _ranking(scores: Scores) -> Table:
+def _ranking(scores: Scores) -> Grid:
     rank = scores.rank
     rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
     rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
@@ -260,7 +258,7 @@ def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
     return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
-def _chances(scores: Scores) -> Table:
+def _chances(scores: Scores) -> Grid:
     rows = [
         (
             f"{_percent(r.low)} to {_percent(r.high)}",
@@ -299,7 +297,7 @@ def _verdicts(scores: Scores) -> list[str]:
 
 def _grid(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
-) -> Table:
+) -> Grid:
     """A table of plain text. Texts from the file are not interpreted as markup."""
     from rich.text import Text
 

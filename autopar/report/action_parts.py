@@ -115,6 +115,18 @@ class SegmentParts:
             pieces.send(item.backward, sent_s, item.together)
         return pieces.found
 
+    def around(self) -> tuple[str, ...]:
+        """The collectives of all parameters in each micro-batch, as words: gathers and reductions of
+        ZeRO, which do not wait for the update.
+        """
+        found: dict[str, None] = {}
+        for way in ("forward", "backward"):
+            for item in self.costed:
+                if item.together and getattr(item.cost, f"{way}_comm_s") > 0:
+                    names = (name.replace("_", "-") for name in getattr(item, way))
+                    found |= dict.fromkeys(f"{name} in {way}" for name in names)
+        return tuple(found)
+
     def update(self) -> list[Part]:
         """The parts of its share of the update after the last micro-batch: what reduces gradients,
         the optimizer, and what gathers updated parameters.

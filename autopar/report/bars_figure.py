@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.report.numbers import Number
 from autopar.report.svg import Svg
+from autopar.text.numbers import Number
 from autopar.text.plan_words import TIME_WORDS
 from autopar.text.units import ms
 

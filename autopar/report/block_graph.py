@@ -47,13 +47,16 @@ class GraphEdge:
 
 @dataclass(frozen=True, slots=True)
 class BlockGraph:
-    """The graph of a block class, of which the model has `count`, and how it recomputes."""
+    """The graph of a block class, of which the model has `count`, and how it recomputes. `around` are
+    the collectives of all its parameters in each micro-batch, as under ZeRO-3.
+    """
 
     name: str
     count: int
     recompute: str
     nodes: tuple[GraphNode, ...]
     edges: tuple[GraphEdge, ...]
+    around: tuple[str, ...] = ()
 
 
 def block_graph(plan: Plan, traced: TracedModel, request: PlanRequest) -> BlockGraph | None:
@@ -93,7 +96,9 @@ def _graph(plan: Plan, block: BlockPlan, segment: Segment, names: Sequence[str])
         for op in ops
         if op.name in layers and op.name in linked
     )
-    return BlockGraph(block.name, len(block.segments), block.recompute, nodes, edges)
+    return BlockGraph(
+        block.name, len(block.segments), block.recompute, nodes, edges, parts.around()
+    )
 
 
 def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tuple[GraphEdge, ...]:
@@ -163,13 +168,16 @@ def block_figure(graph: BlockGraph) -> Svg:
         reach[edge.source] = max(reach[edge.source], _layer_of(graph, edge.target))
     for nodes in layers.values():
         nodes.sort(key=lambda node: reach[node.name])
-    figure = Svg("block", f"Block {graph.name}", wide, len(order) * _STEP + 6)
+    top = 18.0 * len(graph.around) + 4
+    figure = Svg("block", f"Block {graph.name}", wide, len(order) * _STEP + top + 2)
+    for line, words in enumerate(graph.around):
+        figure.text(4, 13 + 18 * line, f"parameters of the block: {words}", "coll")
     at: dict[str, tuple[float, float, int]] = {}
     for row, layer in enumerate(order):
         nodes = layers[layer]
         left = (wide - len(nodes) * (_BOX_WIDE + _SPACE) + _SPACE) / 2
         for place, node in enumerate(nodes):
-            at[node.name] = (left + place * (_BOX_WIDE + _SPACE), 4 + row * _STEP, row)
+            at[node.name] = (left + place * (_BOX_WIDE + _SPACE), top + row * _STEP, row)
     ends = {row: max(x for x, _, other in at.values() if other == row) for _, _, row in at.values()}
     sides = 0
     for edge in graph.edges:

@@ -9,8 +9,8 @@ from autopar_cost_models import Topology, group_shape
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
 from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.plan import Plan
-from autopar.report.numbers import Number, Numbers
 from autopar.report.svg import Svg
+from autopar.text.numbers import Number, Numbers
 
 _WIDE, _MOST_NODES, _MOST_DEVICES = 900.0, 4, 16
 
@@ -71,7 +71,11 @@ def cluster_figure(plan: Plan, cluster: Cluster, numbers: Numbers) -> Svg:
         y = _group(figure, plan, cluster.groups[number], first, used, y)
         first += used
     figure.text(0, y + 16, "axis", "soft")
-    for x, words in ((110, "ranks"), (200, "where its ranks lie"), (_WIDE - 4, "per device")):
+    for x, words in (
+        (110, "ranks"),
+        (200, "where its ranks lie"),
+        (_WIDE - 4, "reached per device"),
+    ):
         figure.text(x, y + 16, words, "soft", "end" if x > 800 else "start")
     for number, place in enumerate(places):
         row = y + 38 + 21 * number
@@ -100,11 +104,15 @@ def _group(figure: Svg, plan: Plan, group: ClusterSpec, first: int, used: int, y
     words = f"{nodes} node{'s' if nodes > 1 else ''} of {per_node} {group.device.name}"
     figure.text(0, y + 12, words, "strong")
     links = group.topology
-    inter = f", {links.inter.bandwidth_Bps * links.nics / per_node / 1e9:g} GB/s between" * (
+    inter = f", {links.inter.bandwidth_Bps * links.nics / per_node / 1e9:g} GB/s between nodes" * (
         nodes > 1
     )
     figure.text(
-        _WIDE - 4, y + 12, f"{links.intra.bandwidth_Bps / 1e9:g} GB/s inside{inter}", "soft", "end"
+        _WIDE - 4,
+        y + 12,
+        f"line rates: {links.intra.bandwidth_Bps / 1e9:g} GB/s inside{inter}",
+        "soft",
+        "end",
     )
     gap = 34.0 if nodes > _MOST_NODES else 14.0
     wide = (_WIDE - gap * (len(drawn) - 1)) / len(drawn)

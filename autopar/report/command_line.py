@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shlex import quote
+from textwrap import wrap
 
 from autopar.ir.plan import Plan
 from autopar.request.pins import pin_text, pins_of
@@ -13,7 +14,7 @@ _DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "off", "schedule":
 def command_line(
     plan: Plan, model: str, cluster: str, seq: int | None = None, options: str = ""
 ) -> str:
-    """The command `autopar explain` for a plan, in three lines, with a pin for each choice that has
+    """The command `autopar explain` for a plan, with a pin for each choice that has
     one. `model` and `cluster` are texts as a user writes them. `seq` are tokens of a sequence
     (None: the model's own length). `options` are further options.
 
@@ -23,11 +24,13 @@ def command_line(
     size += f" --precision {plan.precision}" + " --runnable" * plan.made_for.runnable
     size += f" {options}" if options else ""
     lines = [f"autopar explain {quote(model)} {quote(cluster)}", size]
-    return " \\\n    ".join([*lines, f"--pin {pins_text(plan)}"])
+    return " \\\n    ".join([*lines, f"--pin {_pins_text(plan)}"])
 
 
-def pins_text(plan: Plan) -> str:
-    """The plan's choices as the text of `--pin`; what has its default value is left out."""
-    return pin_text(
-        {name: value for name, value in pins_of(plan).items() if value != _DEFAULTS.get(name)}
-    )
+def _pins_text(plan: Plan) -> str:
+    """The plan's choices as the quoted text of `--pin`, in lines of 80 columns; what has its default
+    value is left out.
+    """
+    pins = {name: value for name, value in pins_of(plan).items() if value != _DEFAULTS.get(name)}
+    text = pin_text(pins).replace(",", ", ")
+    return '"' + "\n           ".join(wrap(text, 66, break_on_hyphens=False)) + '"'

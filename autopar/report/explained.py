@@ -91,10 +91,11 @@ def full_report(
     request: PlanRequest,
     counts: BlockCounts | None = None,
     command: str = "",
+    is_drawn: bool = True,
 ) -> Report:
-    """The report on a plan with its timeline and the graph of a block. `request` is what the plan
-    was made for, as in `plan_costs`; `command` is the command line that makes it. Raises AutoparError
-    if the plan is for another model or cluster.
+    """The report on a plan, with its timeline and the graph of a block if it `is_drawn`. `request` is
+    what the plan was made for, as in `plan_costs`; `command` is the command line that makes it.
+    Raises AutoparError if the plan is for another model or cluster.
     """
     from autopar import api
 
@@ -103,10 +104,10 @@ def full_report(
     return Report(
         plan,
         request.cluster,
-        timeline=simulated_step(plan, traced, request),
+        timeline=simulated_step(plan, traced, request) if is_drawn else None,
         findings=lint(plan, request.cluster, planned),
         counts=counts if counts is not None else block_collectives(planned, plan),
-        graph=block_graph(plan, traced, request),
+        graph=block_graph(plan, traced, request) if is_drawn else None,
         command=command,
         gains=gains(plan, traced, request),
     )

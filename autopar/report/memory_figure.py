@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.report.numbers import Numbers
 from autopar.report.svg import Svg
 from autopar.report.timeline import Holding, Memory, Timeline
+from autopar.text.numbers import Numbers
 
 WORDS = {
     "parameters": "parameters",

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.files import made_folder, path_of, write_text
-from autopar.report.numbers import Number
 from autopar.report.svg import Svg, patterns, styles
+from autopar.text.numbers import Words
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 _TEMPLATES = Path(__file__).parent / "templates"
-
-Words = str | Number | Sequence[str | Number]
-"""A text, a number, or several of these in a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log10
 
-from autopar.ir.mesh import mesh_words
+from autopar.explaining.found_plans import FoundPlan
 from autopar.ir.plan import Plan
-from autopar.report.numbers import Number, Numbers
 from autopar.report.svg import Svg
+from autopar.text.numbers import Number, Numbers
 from autopar.text.plan_words import choice_words
 
 _WIDE, _TALL, _LEFT, _BOTTOM = 720.0, 320.0, 78.0, 44.0
@@ -37,32 +37,23 @@ def front(spots: Sequence[Spot]) -> list[Spot]:
     return found
 
 
-def candidates(plan: Plan, numbers: Numbers) -> list[Spot]:
-    """The candidates for which the search found a plan, and the runners-up, by step time and memory.
-    Those far slower than the plan are left out.
-    """
+def drawn_plans(plan: Plan, found: Sequence[FoundPlan]) -> list[FoundPlan]:
+    """The plans that are not far slower than the plan itself."""
     limit_s = _MOST_SLOWER * plan.predicted.step_time_s
-    found = []
-    for number, entry in enumerate(plan.certificate.meshes):
-        solved = entry["outcome"] in ("solved", "chosen")
-        if not (solved and entry.get("time_s") and entry.get("memory_bytes")):
-            continue
-        if entry["time_s"] <= limit_s:
-            at = f"certificate.meshes.{number}"
-            found.append(
-                Spot(
-                    f"{mesh_words(entry['mesh'])}, micro-batch {entry['micro_batch']}",
-                    numbers.ms(f"{at}.time_s"),
-                    numbers.gib(f"{at}.memory_bytes"),
-                    "the plan" if entry["outcome"] == "chosen" else "",
-                )
-            )
-    for number, entry in enumerate(plan.certificate.runners_up):
-        if entry["time_s"] is not None and entry["time_s"] <= limit_s:
-            at = f"certificate.runners_up.{number}"
-            name = choice_words(entry)
-            found.append(Spot(name, numbers.ms(f"{at}.time_s"), numbers.gib(f"{at}.memory_bytes")))
-    return found
+    return [other for other in found if other.entry["time_s"] <= limit_s]
+
+
+def spots_of(found: Sequence[FoundPlan], numbers: Numbers) -> list[Spot]:
+    """Plans that a search found, by step time and memory."""
+    return [
+        Spot(
+            choice_words(other.entry),
+            numbers.ms(f"{other.path}.time_s"),
+            numbers.gib(f"{other.path}.memory_bytes"),
+            "the plan" if other.is_chosen else "",
+        )
+        for other in found
+    ]
 
 
 def pareto_figure(title: str, spots: Sequence[Spot], across: str) -> Svg:

@@ -13,10 +13,10 @@ from autopar.explaining.why_not import WhyNot, why_not_data, why_not_lines
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.report.bars_figure import StepBar, bars_figure
-from autopar.report.numbers import Number, Numbers
-from autopar.report.page import Page, Section, Table, Words
+from autopar.report.page import Page, Section, Table
 from autopar.report.pareto_figure import Spot, pareto_figure
 from autopar.request.pins import pin_text
+from autopar.text.numbers import Number, Numbers, Words
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, layout_words, short_words
 
 

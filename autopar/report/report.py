@@ -13,21 +13,21 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.explaining.gains import Gain
 from autopar.explaining.lints import Finding
-from autopar.explaining.plan_report import BlockCounts, explain, plan_data
+from autopar.explaining.plan_report import BlockCounts, explain, facts_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.report.assumptions import assumptions
 from autopar.report.block_graph import BlockGraph
 from autopar.report.chrome_trace import write_trace
 from autopar.report.cluster_figure import axis_places
-from autopar.report.numbers import Numbers
 from autopar.report.page import Page, Section
-from autopar.report.sections import PlanPage
+from autopar.report.page_parts import PageParts
+from autopar.report.sections import plan_sections
 from autopar.report.svg import Svg
 from autopar.report.timeline import Timeline
 from autopar.report.waterfall import waterfall
 from autopar.text.device_words import fullest_rank, misfit_chance
 from autopar.text.measured import evidence
+from autopar.text.numbers import Numbers
 from autopar.text.plan_words import dollars_per_million_tokens
 
 
@@ -59,7 +59,13 @@ class Report:
     gains: Sequence[Gain] = ()
 
     def __str__(self) -> str:
-        return explain(self.plan, self.counts)
+        return explain(self.plan, self.counts, **self.said)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the text has besides the plan and its collectives, as arguments of `plan_table`."""
+        said = {"cluster": self.cluster, "findings": self.findings, "gains": self.gains}
+        return said | {"command": self.command}
 
     def __contains__(self, text: str) -> bool:
         return text in str(self)
@@ -72,14 +78,13 @@ class Report:
         """All numbers of the page: the plan as `--json` has it, with `lints`, and `report` for what
         the page derives.
         """
-        lints = [asdict(finding) for finding in self.findings]
-        return plan_data(self.plan) | {"lints": lints, "report": derived(self)}
+        found = facts_data(self.plan, self.cluster, self.findings, self.gains)
+        return found | {"report": found["report"] | derived(self)}
 
     def sections(self, numbers: Numbers) -> list[Section]:
         """The sections of its page; `numbers` looks up `data`."""
-        return PlanPage(
-            self.plan, self.cluster, self.timeline, self.graph, self.command, numbers
-        ).sections()
+        parts = PageParts(self.plan, self.cluster, self.timeline, self.graph, self.command, numbers)
+        return plan_sections(parts)
 
     @cached_property
     def page(self) -> Page:
@@ -126,7 +131,6 @@ def derived(report: Report) -> dict[str, Any]:
     plan, cluster, timeline = report.plan, report.cluster, report.timeline
     found: dict[str, Any] = {
         "devices": plan.mesh.num_devices,
-        "gains": [asdict(gain) for gain in report.gains],
         "waterfall": [
             {
                 "part": bar.part,
@@ -145,7 +149,6 @@ def derived(report: Report) -> dict[str, Any]:
         found["dollars"] = dollars_per_million_tokens(plan, cluster)
         if known := evidence(plan, cluster.groups[0].device.name):
             found["accuracy"] = asdict(known)
-        found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
     if timeline is not None:
         found |= _of_timeline(timeline)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from autopar.report.numbers import Number
+from autopar.text.numbers import Number
 
 COLOURS = {
     "c-forward": ("#7cc1ee", "#93cdf3"),

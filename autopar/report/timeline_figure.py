@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from html import escape
 
 from autopar.report.chrome_trace import folded_words
-from autopar.report.numbers import Numbers
 from autopar.report.svg import Svg
 from autopar.report.timeline import AXES, WORK, Slice, Timeline
+from autopar.text.numbers import Numbers
 
 WORDS = {
     "forward": "forward",

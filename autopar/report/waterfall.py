@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from autopar.ir.plan import Plan
 from autopar.report.bars_figure import class_of
-from autopar.report.numbers import Numbers
 from autopar.report.svg import Svg
 from autopar.report.timeline import AXES, Timeline
+from autopar.text.numbers import Numbers
 from autopar.text.plan_words import TIME_WORDS
 from autopar.text.units import ms
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import ceil
 
-from autopar_cost_models.memory_error import fit_chance
+from autopar_cost_models.memory_error import fit_chance, headroom_for
 
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.cluster_parts import ASSUMED_AS
 from autopar.ir.plan import Plan
+from autopar.text.units import percent
+
+_HIGH = 0.05
+"""The chance not to fit from which reports say how to lower it."""
 
 
 def groups_by_rank(plan: Plan, cluster: Cluster) -> tuple[ClusterSpec, ...]:
@@ -49,6 +54,17 @@ def misfit_chance(plan: Plan, cluster: Cluster) -> float | None:
     if cluster.device_type == "cpu":
         return None
     return 1 - fit_chance(*fullest_rank(plan, cluster))
+
+
+def misfit_advice(plan: Plan, chance: float) -> str:
+    """What lowers the chance not to fit, as text; '' if it is low."""
+    if chance < _HIGH:
+        return ""
+    enough = ceil(100 * headroom_for(1 - _HIGH)) / 100
+    pins = ["recompute=full"] * (plan.recompute != "full")
+    pins += ["a smaller micro_batch"] * (plan.micro_batch > 1)
+    less = f"; a pin of {' or '.join(pins)} takes less memory" if pins else ""
+    return f"--headroom {enough:g} finds a plan with at most {percent(_HIGH)}{less}"
 
 
 def kinds(names: Sequence[str]) -> str:

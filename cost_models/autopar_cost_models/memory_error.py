@@ -25,7 +25,12 @@ def fit_chance(predicted_bytes: float, memory_bytes: float) -> float:
     return (1 + erf(room / SPREAD / sqrt(2))) / 2
 
 
-HEADROOM = 1 - exp(-SPREAD * NormalDist().inv_cdf(FIT_CHANCE))
+def headroom_for(chance: float) -> float:
+    """The fraction of memory to keep free, so that a plan fits at least with `chance`."""
+    return 1 - exp(-SPREAD * NormalDist().inv_cdf(chance))
+
+
+HEADROOM = headroom_for(FIT_CHANCE)
 """The fraction of a GPU's memory that a plan leaves free by default: 10.2 %, at which the chance to
 fit is `FIT_CHANCE`.
 """

@@ -10,6 +10,7 @@ from dataclasses import replace
 import click
 import pytest
 from click.testing import CliRunner, Result
+from support.narrow import fits_a_terminal
 
 import autopar
 from autopar import Plan
@@ -27,7 +28,8 @@ COMPARE, SWEEP, ROBUST = (
 
 
 def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
+    with fits_a_terminal():
+        return CliRunner().invoke(cli, list(args))
 
 
 def plan_of(pin: dict | None = None, runners_up: bool = False) -> Plan:

@@ -7,6 +7,7 @@ import json
 import autopar_cost_models as cm
 import pytest
 from click.testing import CliRunner
+from support.narrow import fits_a_terminal
 
 from autopar.cli.plan_commands import cli
 from autopar.ir.cluster import ClusterSpec
@@ -14,7 +15,8 @@ from autopar.models.published import published_models
 
 
 def run(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli, list(args))
+    with fits_a_terminal():
+        result = CliRunner().invoke(cli, list(args))
     assert result.exit_code == code, result.output
     return result.output
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.narrow import fits_a_terminal
 
 import autopar
 from autopar import Plan, api
@@ -27,7 +28,8 @@ def terminal(monkeypatch):
 
 
 def run(*args: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, list(args))
+    with fits_a_terminal():
+        result = CliRunner().invoke(cli, list(args))
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     if "--json" not in args:

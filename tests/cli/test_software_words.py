@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -21,7 +23,8 @@ def software_of(*words: str) -> Software:
     @click.option("--pin")
     @click.option("--target")
     @search
-    def command(software, **_):
+    def command(software, framework, **_):
+        assert framework == dict(pairwise(words)).get("--software")
         found.append(software)
 
     at = ["--cluster", "h100:4", "--pin", PINS, "--precision", "bf16"]
@@ -37,7 +40,7 @@ def software_of(*words: str) -> Software:
         ("--fp8 block", "--fp8 block"),
         ("--compile --fp8 delayed --loss-kernel fused", None),
         ("--software torchtitan --compile", "--software torchtitan --compile"),
-        ("--software megatron-core", None),
+        ("--software megatron-core", "--software megatron-core"),
         ("--software deepspeed --fp8 current", None),
         ("--target megatron", ""),
         ("--target megatron --state-recipe bf16_moments", None),
@@ -47,7 +50,9 @@ def test_options_give_the_software(given, expected):
     wanted = software_of(*given.split())
     target = "megatron" if "--target" in given else None
     pins = {"tp": 2, "dp": 2, "pp": 1, "zero": 1}
-    words = software_words(wanted, "h100:4", pins, "bf16", target)
+    asked = given.split()
+    named = asked[asked.index("--software") + 1] if "--software" in asked else None
+    words = software_words(wanted, "h100:4", pins, "bf16", target, named)
     assert words is not None and (expected is None or words == expected)
     again = [*words.split(), *(["--target", target] if target else [])]
     assert software_of(*again) == wanted

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar_cost_models.memory_error import fit_chance
 from support.explain_tasks import task
 
 from autopar.explaining.plan_report import explain
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.remedies import Ask, Remedies
+from autopar.text.device_words import misfit_advice
+from autopar.text.recompute_words import recompute_words
 from autopar.text.units import count, ms
 
 
@@ -22,6 +25,29 @@ def test_a_block_is_named_by_its_own_segments():
     ]
     shown = explain(replace(plan, blocks=(first, *apart, last)))
     assert f"Block {layers.segments[1]}, recompute full" in shown
+
+
+def test_a_mixed_plan_says_which_layers_recompute_how():
+    plan = task().plan({"tp": 4})
+    modes = {"full": (0, 1, 2, 11), "selective": (3, 10)}
+    blocks = [
+        replace(plan.blocks[1], segments=tuple(f"layers.{k}" for k in layers), recompute=mode)
+        for mode, layers in modes.items()
+    ]
+    mixed = replace(plan, recompute="mixed", blocks=(plan.blocks[0], *blocks, plan.blocks[2]))
+    words = "mixed: layers 0-2, 11 full; layers 3, 10 selective"
+    assert recompute_words(mixed) == words and words in explain(mixed)
+    assert recompute_words(plan) == plan.recompute == "none"
+
+
+def test_a_high_chance_not_to_fit_comes_with_advice():
+    plan = task().plan({"tp": 4})
+    assert misfit_advice(plan, 0.04) == ""
+    advice = misfit_advice(plan, 0.2)
+    assert "--headroom 0.24 " in advice and "recompute=full" in advice
+    assert fit_chance(76, 100) >= 0.95 > fit_chance(78, 100)
+    least = replace(plan, recompute="full", micro_batch=1)
+    assert misfit_advice(least, 0.2).endswith("at most 5.0 %")
 
 
 def test_a_bound_of_zero_bounds_nothing():

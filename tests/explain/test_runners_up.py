@@ -9,13 +9,13 @@ from functools import cache, partial
 
 import pytest
 from support.effort import examples
-from support.explain_tasks import task, text_of, words_of
+from support.explain_tasks import task, words_of
 
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.explaining.compare import CompareTable, Entry, compare
 from autopar.explaining.plan_report import explain, plan_data
-from autopar.explaining.runners_up import preference_words, runners_up_table, simplicity_of_plan
+from autopar.explaining.runners_up import preference_words, simplicity_of_plan
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.planning import planner
@@ -134,7 +134,7 @@ def test_equal_requests_print_equal_reports():
 def test_a_plan_with_runners_up_is_a_plan_file():
     plan = planned()
     assert Plan.from_json(json.dumps(plan_data(plan))) == plan
-    shown = text_of(runners_up_table(plan)[0], 160)
+    shown = explain(plan)
     assert "FSDP" in shown or "data parallel" in shown
     assert all(
         entry["family"] in " ".join(shown.split()) for entry in plan.certificate.runners_up[:1]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.narrow import fits_a_terminal
 
 import autopar
 from autopar.cli.plan_commands import cli
@@ -181,9 +182,10 @@ def test_pins_of_layouts() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     path = script(tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel --new-switch")
-    done = CliRunner().invoke(
-        cli, ["check", str(path), "--cluster", "h100:8", "--measured", "2400 tokens/s/gpu"]
-    )
+    with fits_a_terminal():
+        done = CliRunner().invoke(
+            cli, ["check", str(path), "--cluster", "h100:8", "--measured", "2400 tokens/s/gpu"]
+        )
     assert done.exit_code == 0, done.output
     for words in (
         "Ranks of the pipeline",
@@ -199,10 +201,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert (
         data["layers"] == [[8]] and data["layout"]["tp"] == 2 and data["unpriced"] == ["new_switch"]
     )
-    done = CliRunner().invoke(
-        cli,
-        ["check", str(script(tmp_path, "--tensor-model-parallel-size 3")), "--cluster", "h100:8"],
-    )
+    refused = str(script(tmp_path, "--tensor-model-parallel-size 3"))
+    with fits_a_terminal():
+        done = CliRunner().invoke(cli, ["check", refused, "--cluster", "h100:8"])
     assert done.exit_code == 1 and "Refused at start" in done.output
 
 

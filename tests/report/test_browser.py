@@ -17,8 +17,8 @@ from support.report_pages import JOBS, QUESTIONS, page_of
 from support.report_plans import report_of
 
 from autopar.cli.session import Asked, Planner
-from autopar.report.numbers import Numbers
 from autopar.report.page import Page
+from autopar.text.numbers import Numbers
 
 _BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

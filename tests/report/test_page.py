@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -15,22 +16,30 @@ from support.report_plans import CASES, plan_of, report_of, request_of, traced_o
 import autopar
 from autopar import api
 from autopar.errors import AutoparError
+from autopar.explaining.assumptions import assumption_rows
+from autopar.explaining.certificate import certificate_rows
+from autopar.explaining.found_plans import found_plans, why_lost
+from autopar.explaining.gains import gain_words
+from autopar.explaining.plan_report import choice_rows
 from autopar.jobs.report import check_data
-from autopar.report.numbers import Numbers
 from autopar.report.report import Report
 from autopar.request.pins import Pins
 from autopar.text.device_words import misfit_chance
+from autopar.text.numbers import Numbers, plain
+from autopar.text.plan_words import choice_words
 from autopar.text.units import ms, percent
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 _KEYS = [
     "verdict",
+    "plan",
     "run",
     "cluster",
     "timeline",
     "memory",
     "waterfall",
     "block",
+    "certificate",
     "runners-up",
     "candidates",
     "pareto",
@@ -124,6 +133,34 @@ def test_the_page_has_the_runners_up_of_the_text_and_the_chance_that_it_does_not
         assert ms(own_s) in str(report)
     chance = misfit_chance(plan, request.cluster)
     assert chance is not None and shown["report.misfit_chance", percent(chance)] == chance
+    plans = found_plans(plan)
+    assert sum(other.is_chosen for other in plans) == 1 and len(plans) > len(found)
+    assert f"it found {len(plans)} plans" in report.html()
+    figure = next(figure for figure in report.svgs() if figure.name == "pareto").inline()
+    for other in plans:
+        is_drawn = other.entry["time_s"] <= 4 * plan.predicted.step_time_s
+        assert (f"{other.path}.time_s" in {path for path, _ in shown}) >= is_drawn
+        assert (choice_words(other.entry) in figure) >= is_drawn
+        if not other.is_chosen:
+            assert why_lost(plan, other.entry) in unescape(report.html())
+
+
+@pytest.mark.parametrize("case", ["1f1b", "ZeRO-3"])
+def test_text_and_page_have_the_same_facts(case):
+    """What is proved, under which pins, what other software saves, what to copy, and the rates."""
+    report = replace(report_of(case), command="autopar explain MODEL CLUSTER")
+    numbers = Numbers(report.data)
+    facts = [plain(words) for _, words in certificate_rows(report.plan, report.cluster, numbers)]
+    facts += [value for _, value in choice_rows(report.plan, report.cluster)]
+    facts += [plain(gain_words(numbers, place)) for place in range(len(report.gains))]
+    facts += [plain(row[1]) for row in assumption_rows(numbers)]
+    facts += [report.plan.certificate.space, "autopar explain MODEL CLUSTER", "--save"]
+    assert report.gains and "among plans with" in facts[0]
+    for text in (str(report), unescape(re.sub(r"<[^>]*>", "", report.html()))):
+        shown = " ".join(text.split())
+        assert [fact for fact in facts if " ".join(fact.split()) not in shown] == []
+    is_gathered = "all-gather over dp in forward" in report.html()
+    assert is_gathered == (case == "ZeRO-3")
 
 
 @pytest.mark.parametrize("name", ["a job that does not fit", "a refused job", "compare", "sweep"])

@@ -1,8 +1,8 @@
-"""Numbers of a page: each has its text, its value, and its path in the output of `--json`."""
+"""Numbers of a report: each has its text, its value, and its path in the output of `--json`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,7 +12,7 @@ from autopar.text.units import gib, ms, percent
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as a page shows it: `text`, and `value` under `path` ('predicted.step_time_s') of
+    """A number as a report shows it: `text`, and `value` under `path` ('predicted.step_time_s') of
     the plan's data.
     """
 
@@ -32,8 +32,17 @@ class Number:
         return self.text
 
 
+Words = str | Number | Sequence[str | Number]
+"""A text, a number, or several of these in a row."""
+
+
+def plain(words: Words) -> str:
+    """Words as one text."""
+    return str(words) if isinstance(words, (str, Number)) else "".join(map(str, words))
+
+
 class Numbers:
-    """Makes the numbers of a page from data: each is looked up at its path. `under` is the path of
+    """Makes the numbers of a report from data: each is looked up at its path. `under` is the path of
     the part of the data where all paths begin; '' is the whole.
     """
 
@@ -59,7 +68,7 @@ class Numbers:
 
     def ms(self, path: str) -> Number:
         """Seconds, as milliseconds or seconds."""
-        return self.number(path, lambda s: f"{s:.4g} s" if s >= 10 else ms(s))
+        return self.number(path, ms)
 
     def gib(self, path: str) -> Number:
         """Bytes, as GiB."""

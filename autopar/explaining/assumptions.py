@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from autopar_cost_models import FITTED, Link
 
 from autopar.ir.cluster import Cluster
+from autopar.text.numbers import Numbers, Words
 
 _UNITS = {
     "FLOP/s": (1e12, "TFLOP/s"),
@@ -56,6 +57,19 @@ def assumptions(cluster: Cluster) -> list[Assumption]:
         )
         found.append(Assumption(constant.name, getattr(FITTED, constant.name), unit, fitted))
     return list(dict.fromkeys(found))
+
+
+ASSUMPTION_COLUMNS = ("what", "value", "source")
+"""The columns of `assumption_rows`, of which the second has numbers."""
+
+
+def assumption_rows(n: Numbers) -> list[list[Words]]:
+    """A row for each assumption. `n` looks up the data of a report."""
+    rows = []
+    for place, of in enumerate(n.value("report").get("assumptions", ())):
+        value = n.number(f"report.assumptions.{place}.value", Assumption(**of).words)
+        rows.append([of["what"], value, of["source"]])
+    return rows
 
 
 def _of_link(what: str, link: Link) -> Iterator[Assumption]:

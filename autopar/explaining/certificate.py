@@ -1,0 +1,82 @@
+"""What is proved about a plan, as words of its text and of its page."""
+
+from __future__ import annotations
+
+from autopar.explaining.runners_up import preference_words
+from autopar.ir.cluster import Cluster
+from autopar.ir.cluster_parts import headroom_words
+from autopar.ir.plan import Plan
+from autopar.request.pins import pin_text
+from autopar.text.numbers import Numbers, Words
+from autopar.text.units import PROVED, gap_words, gib, percent
+
+_NO_GAIN = 5e-4
+"""Fraction of a step below which more memory is said to gain nothing."""
+MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"
+"""What to do about a gap."""
+_PROOFS = {
+    "feasible": "the best found in the time limit",
+    "optimal": "proved optimal within the search space",
+}
+"""The status of a certificate in words."""
+
+
+def certificate_rows(plan: Plan, cluster: Cluster | None, n: Numbers) -> list[tuple[str, Words]]:
+    """Rows (name, words) of what is proved, without the search space. `n` looks up the plan's data."""
+    proof = plan.certificate
+    rows: list[tuple[str, Words]] = [("status", _status_words(plan))]
+    rows.append(("objective", n.ms("certificate.objective_s")))
+    if proof.gap > PROVED:
+        known = proof.bound_s > 0
+        rows.append(("lower bound", n.ms("certificate.bound_s") if known else "none in time"))
+    if words := preference_words(plan):
+        rows.append(("simplicity", words))
+    if proof.headroom:
+        rows.append(("headroom", _headroom_words(plan, cluster, n)))
+    rows.append(("candidates", f"{len(proof.meshes):,}"))
+    return rows
+
+
+def pinned_words(plan: Plan) -> str:
+    """A clause on the part of the search space that pins leave; '' without pins."""
+    pins = plan.made_for.pins
+    return f", among plans with {pin_text(pins).replace(',', ', ')}" if pins else ""
+
+
+def proof_words(plan: Plan) -> str:
+    """What the certificate proves, as the end of a sentence."""
+    proof = plan.certificate
+    words = _PROOFS.get(proof.status, proof.status) + pinned_words(plan)
+    if proof.objective_s <= (1 + PROVED) * proof.fastest_s:
+        return words
+    return f"the simplest within {percent(proof.tolerance)} of what is {words}"
+
+
+def outcome_counts(plan: Plan) -> dict[str, int]:
+    """The number of candidates of the search by outcome, such as 'pruned'."""
+    counts: dict[str, int] = {}
+    for entry in plan.certificate.meshes:
+        counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
+    return counts
+
+
+def _status_words(plan: Plan) -> str:
+    proof, pinned = plan.certificate, pinned_words(plan)
+    if proof.gap <= PROVED:
+        return f"optimal, to within {percent(PROVED)}{pinned}"
+    return f"{proof.status}, gap {gap_words(proof.gap)}{pinned}; {MORE_TIME}"
+
+
+def _headroom_words(plan: Plan, cluster: Cluster | None, n: Numbers) -> Words:
+    """What is kept free on each device, and what that costs."""
+    proof = plan.certificate
+    kept = headroom_words(proof.headroom)
+    if cluster is not None and proof.headroom < 1 and len(cluster.groups) == 1:
+        kept = f"{gib(proof.headroom * cluster.device.memory_bytes)} ({kept})"
+    if proof.unlimited_s is None:
+        return f"{kept} kept free"
+    saved = 1 - proof.unlimited_s / plan.predicted.step_time_s
+    if saved <= _NO_GAIN:
+        return f"{kept} kept free, which costs this layout no time"
+    unlimited = n.ms("certificate.unlimited_s")
+    return [f"{kept} kept free; with it this layout would take ", unlimited, f", {percent(saved)} less"]  # fmt: skip

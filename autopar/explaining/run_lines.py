@@ -1,0 +1,43 @@
+"""What to copy to get and run a plan, as words of its text and of its page."""
+
+from __future__ import annotations
+
+from autopar.ir.plan import Plan
+
+
+def is_prediction(plan: Plan) -> bool:
+    """Whether the engine runs such a plan once the model is captured in the plan's precision."""
+    return plan.runnable.startswith("a graph captured in ")
+
+
+def run_words(plan: Plan, command: str) -> str:
+    """What `run_lines` of a plan and its command do."""
+    first = f"The {'first ' * is_prediction(plan)}command makes this plan again and saves it. "
+    if is_prediction(plan):
+        then = (
+            "This plan is a prediction. To train with it, plan with --runnable (runnable=True in Python), which captures the model in "
+            f"{plan.precision}."
+        )
+    elif plan.runnable:
+        remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
+        then = f"The engine cannot run this plan yet: it lacks {plan.runnable}. {remedy}"
+    else:
+        then = "The other lines run it." if command else "These lines run the saved plan."
+    return first * bool(command) + then
+
+
+def run_lines(plan: Plan, command: str) -> str:
+    """Commands and lines of Python that make such a plan and run it. `command` makes it; '' if that is
+    not known.
+    """
+    parts = [f"{command} \\\n    --save plan.json"] if command else []
+    if command and is_prediction(plan):
+        parts[0] = f"# this plan again\n{command} \\\n    --save predicted.json"
+        parts.append(f"# a plan to train with\n{command} --runnable \\\n    --save plan.json")
+    if not plan.runnable or is_prediction(plan):
+        parts.append(
+            "# in the training script, on every rank under torchrun\n"
+            'plan = autopar.Plan.load("plan.json")\n'
+            f'engine = autopar.parallelize(model, "{plan.cluster_name}", batch, plan=plan)'
+        )
+    return "\n\n".join(parts)
