@@ -13,7 +13,7 @@ from autopar.targets.job import Finding
 
 _ASIDE = re.compile(
     r"((.*\.)?(trainer|exp_manager|logger|hydra|data|dataset|optim|tokenizer|nsys_profile|checkpoint|logging|gc|runner|"
-    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation))\.(.*)"
+    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation|generation|run|peft))\.(.*)"
 )
 """Blocks about other things than the model and its layout."""
 _KEPT = (
@@ -29,8 +29,18 @@ _KEPT = (
     "tokenizer_type",
     "tokenizer_model",
     "seq_length",
+    "peft_scheme",
 )
 """Options that count also within these blocks."""
+_OF_OPTIMIZER = {
+    "name": "optim_name",
+    "overlap_grad_sync": "overlap_grad_reduce",
+    "overlap_param_sync": "overlap_param_gather",
+    "grad_sync_dtype": "grad_sync_dtype",
+}
+"""What of the layout stands in NeMo's block of the optimizer, by name."""
+_PROCESSES = ("devices", "n_gpus_per_node", "gpus_per_node", "num_nodes", "nnodes")
+_OFF = ("False", "false")
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ROLES = (("rollout", "ref", "critic", "reward_model"), "actor_rollout_ref.actor.")
@@ -54,16 +64,22 @@ def options_by_name(
     data: Mapping[str, object], marks: Iterable[str]
 ) -> tuple[dict[str, str], list[Finding]]:
     """The options of nested mappings by the last part of their path, and findings on them. The
-    first of a name counts; if another block gives a value of `marks` otherwise, that is a finding.
+    outermost of a name counts, and of these the first; if another block gives a value of `marks`
+    otherwise, that is a finding. A block that is not enabled does not count.
     """
     values, paths, findings = dict[str, str](), dict[str, str](), list[Finding]()
     plain = {path: _text(value) for path, value in flat(data).items()}
-    for path, value in plain.items():
-        aside = _ASIDE.fullmatch(path)
-        name = re.sub(r"^[+-]*", "", path.rpartition(".")[2]).replace("-", "_")
-        if aside and path.endswith("optim.name"):
-            name = "optim_name"
-        elif aside and name not in _KEPT:
+    switches = [path.rpartition(".") for path in plain if re.search(r"\.enabled?$", path)]
+    off = tuple(f"{block}." for block, dot, key in switches if plain[block + dot + key] in _OFF)
+    for path in sorted(plain, key=lambda path: path.count(".")):
+        value, aside = plain[path], _ASIDE.fullmatch(path)
+        block, _, name = path.rpartition(".")
+        name = re.sub(r"^[+-]*", "", name).replace("-", "_")
+        if path.startswith(off):
+            continue
+        if block.rpartition(".")[2] == "optim" and name in _OF_OPTIMIZER:
+            name = _OF_OPTIMIZER[name]
+        elif (aside and name not in _KEPT) or (name in _PROCESSES and "generation" in block):
             continue
         text = _resolved(value, path, plain, findings)
         if name in values and values[name] != text and name in marks:
@@ -149,8 +165,13 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     Megatron-LM names otherwise.
     """
     found = dict(values)
+    names = {"train_micro_batch_size": "micro_batch_size", "train_global_batch_size": "global_batch_size",
+             "max_total_sequence_length": "seq_length"}  # fmt: skip
+    found |= {name: values[of] for of, name in names.items() if of in values}  # of NeMo-RL
     if "mcore_gpt" in values or "megatron_amp_O2" in values:
         found |= _of_nemo(values)
+    if "actor_num_nodes" in values:
+        found = _of_slime(values) | found
     if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
         found |= _of_verl(values)
     swift = "model" in values and {"tuner_type", "packing", "split_dataset_ratio"} & set(values)
@@ -166,11 +187,26 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
 def _of_nemo(values: Mapping[str, str]) -> dict[str, str]:
     precision = values.get("precision", "32")
     found = {"bf16": str(precision.startswith("bf16")), "fp16": str(precision.startswith("16"))}
-    if "fused_adam" in values.get("optim_name", ""):
-        found["use_distributed_optimizer"] = str(values["optim_name"].startswith("distributed"))
+    optimizer = values.get("optim_name", "")
+    if re.search("fused_adam|distributed", optimizer):
+        found["use_distributed_optimizer"] = str("distributed" in optimizer)
+    if (dtype := values.get("grad_sync_dtype")) is not None:
+        found["grad_reduce_in_fp32"] = str(dtype not in ("bf16", "16"))
     if "glu" in values.get("activation", ""):
         found["swiglu"] = "true"
     return found
+
+
+def _of_slime(values: Mapping[str, str]) -> dict[str, str]:
+    """What slime sets for the update of the actor."""
+    nodes, each = (values.get(f"actor_num_{name}", "") for name in ("nodes", "gpus_per_node"))
+    return {
+        "bf16": "true",
+        "use_distributed_optimizer": "true",
+        "seq_length": values.get("rollout_max_response_len", "4096"),
+        "nnodes": nodes,
+        "nproc_per_node": each or "8",
+    }
 
 
 def _of_verl(values: Mapping[str, str]) -> dict[str, str]:

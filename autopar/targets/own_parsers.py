@@ -17,7 +17,7 @@ from unittest import mock
 from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
 from autopar.targets.megatron_layout import even_stages
-from autopar.targets.megatron_read import STRATEGIES
+from autopar.targets.megatron_options import STRATEGIES
 from autopar.targets.torchtitan import SCHEDULES
 
 Fields = dict[str, Any]

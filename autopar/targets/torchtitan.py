@@ -148,6 +148,8 @@ def _of_toml(source: Source) -> dict[str, str]:
     except tomllib.TOMLDecodeError as error:
         raise AutoparError(f"{source.name} is no TOML: {error}") from None
     found = flat_texts(data)
+    if pp := found.get("experimental.pipeline_parallel_degree"):  # a micro-batch for each rank
+        found.setdefault("experimental.pipeline_parallel_microbatches", pp)
     return {EARLIER.get(name, name): value for name, value in found.items()}
 
 
@@ -286,7 +288,7 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     sharded = shard != 1 or cp > 1
     zero = (2 if reshard == "never" or (reshard == "default" and pp > 1) else 3) if sharded else 0
     vpp, stages = _stages(args, shape, pp, schedule) if pp > 1 else (1, ())
-    micro_batch, batch, seq = _batches(args, pp, replicas * shard if shard else None)
+    micro_batch, batch, accumulation, seq = _batches(args, pp)
     sequence_parallel = tp > 1 and args.flag(f"{P}enable_sequence_parallel") is not False
     return Layout(
         tp=tp,
@@ -299,6 +301,7 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
         stages=stages,
         micro_batch=micro_batch,
         global_batch=batch,
+        accumulation=accumulation,
         zero=zero,
         copies=replicas if sharded else 1,
         recompute=recompute,
@@ -308,9 +311,9 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     ), seq
 
 
-def _batches(args: Arguments, pp: int, dp: int | None) -> tuple[int, int | None, int]:
-    """(micro-batch, global batch or None, tokens of a sequence), from the names of 0.2 and 0.3 or
-    from those that count tokens.
+def _batches(args: Arguments, pp: int) -> tuple[int, int | None, int, int]:
+    """(micro-batch, global batch or None, micro-batches of a rank without one, tokens of a
+    sequence), from the names of 0.2 and 0.3 or from those that count tokens.
     """
     seq = args.whole(f"{T}seq_len", f"{T}max_context_length") or 2048
     tokens = args.whole(f"{T}num_tokens_per_microbatch_per_dp_rank")
@@ -321,22 +324,17 @@ def _batches(args: Arguments, pp: int, dp: int | None) -> tuple[int, int | None,
             else None
         )
         number = args.whole(f"{P}num_pp_microbatches") or 1
-        micro_batch = max(1, tokens // seq)
-        whole = micro_batch * number * dp if dp and pp > 1 else None
-        return micro_batch, step // seq if step else whole, seq
+        return max(1, tokens // seq), step // seq if step else None, number if pp > 1 else 1, seq
     local = args.whole(f"{T}local_batch_size", f"{T}batch_size") or 8
     text = args.values.get(f"{T}global_batch_size", "-1")
     batch = args.whole(f"{T}global_batch_size") if text != "-1" else None
     args.read.add(f"{T}global_batch_size")
+    number = args.whole(f"{P}pipeline_parallel_microbatches") or 0
     inside = args.whole(f"{P}pipeline_parallel_microbatch_size") or 1
-    if batch is None and pp > 1:
-        batch = local * dp if dp else None
-        if batch is None:
-            args.find(
-                "note",
-                "the global batch is that of one micro-batch for each rank: give --global-batch",
-            )
-    return (inside if pp > 1 else local), batch, seq
+    inside = max(1, local // number) if number else inside
+    if pp == 1:
+        return local, batch, 1, seq
+    return inside, batch, 1 if batch else max(1, local // inside), seq
 
 
 def split_layers(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
