@@ -13,7 +13,7 @@ from autopar.targets.job import Finding
 
 _ASIDE = re.compile(
     r"((.*\.)?(trainer|exp_manager|logger|hydra|data|dataset|optim|tokenizer|nsys_profile|checkpoint|logging|gc|runner|"
-    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation|generation|run|peft))\.(.*)"
+    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation|generation|run|model\.peft))\.(.*)"
 )
 """Blocks about other things than the model and its layout."""
 _KEPT = (
@@ -82,12 +82,12 @@ def options_by_name(
         elif (aside and name not in _KEPT) or (name in _PROCESSES and "generation" in block):
             continue
         text = _resolved(value, path, plain, findings)
-        if name in values and values[name] != text and name in marks:
+        if name in marks and values.get(name, "None") not in ("None", text) and text != "None":
             what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
             findings.append(
                 Finding("contradiction", what, legal=("give a file with one of the blocks",))
             )
-        if name not in values:
+        if name not in values or values[name] == "None":
             values[name], paths[name] = text, path
     return values, findings
 
@@ -168,6 +168,7 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     names = {"train_micro_batch_size": "micro_batch_size", "train_global_batch_size": "global_batch_size",
              "max_total_sequence_length": "seq_length"}  # fmt: skip
     found |= {name: values[of] for of, name in names.items() if of in values}  # of NeMo-RL
+    found |= _checkpointed(values)
     if "mcore_gpt" in values or "megatron_amp_O2" in values:
         found |= _of_nemo(values)
     if "actor_num_nodes" in values:
@@ -195,6 +196,20 @@ def _of_nemo(values: Mapping[str, str]) -> dict[str, str]:
     if "glu" in values.get("activation", ""):
         found["swiglu"] = "true"
     return found
+
+
+def _checkpointed(values: Mapping[str, str]) -> dict[str, str]:
+    """What NeMo-RL's switch of recomputation sets."""
+    switch = values.get("activation_checkpointing", "").lower()
+    if switch == "false":
+        return {"recompute_granularity": "None"}
+    if switch != "true" or values.get("recompute_granularity", "full") != "full":
+        return {}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": "1",
+    }
 
 
 def _of_slime(values: Mapping[str, str]) -> dict[str, str]:

@@ -65,6 +65,7 @@ def read_megatron(source: Source) -> Job:
 def _of_mapping(data: Mapping[str, object]) -> Job:
     """The job of nested mappings, each option by the last part of its path."""
     values, findings = options_by_name(data, _MARKS)
+    values.pop("data_parallel_size", None)  # it follows from the devices: this one is of inference
     known = [mark for mark in _MARKS if mark in values]
     if len(known) < 2:
         raise AutoparError("no job: the file has fewer than two options of Megatron-LM")
