@@ -117,6 +117,8 @@ def _of_script(source: Source) -> Job:
         )
     else:
         words = _joined_layout(script, best, findings)
+        if other := next((word for word in words if _NO_TRAINING.search(word)), ""):
+            raise AutoparError(f"no job: {other} of {source.name} does not train")
     options = options_of(words)
     for word in words:
         if (
@@ -136,20 +138,32 @@ def _of_script(source: Source) -> Job:
         options = filled_in({"packing": "false"} | options)  # of ms-swift
     elif "actor_num_nodes" in options:
         options = filled_in(options)  # of slime
-    for name, variables in _PROCESSES.items():
-        places = [place for place in variables if place in script.variables]
-        if places and name not in options:
-            options[name] = script.text_of(places[0])
+    options |= _processes(options, script)
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
 
 
+_NO_TRAINING = re.compile(
+    r"(text_gen|generat|server|inference|convert|export|quantize|preprocess|merge)\w*\.py$"
+)
+"""Programs with Megatron-LM's options that do not train."""
 _PROCESSES = {
     "nproc_per_node": ("NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"),
     "nnodes": ("NNODES", "SLURM_NNODES"),
 }
 """Variables that say the processes, where the launcher has no option for them."""
+
+
+def _processes(options: Mapping[str, str], script: Script) -> dict[str, str]:
+    """The processes of a node and the nodes that the options do not say, by option."""
+    found: dict[str, str] = {}
+    for name, variables in _PROCESSES.items():
+        places = [place for place in variables if place in script.variables]
+        if places and name not in options:
+            found[name] = script.text_of(places[0])
+    alone = "nproc_per_node" in {**found, **options} and "nnodes" not in {**found, **options}
+    return found | ({"nnodes": "1"} if alone else {})  # of torchrun
 
 
 def _matters(note: str) -> bool:
