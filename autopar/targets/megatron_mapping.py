@@ -47,13 +47,17 @@ _ROLES = (("rollout", "ref", "critic", "reward_model"), "actor_rollout_ref.actor
 
 
 def overrides_of(words: Iterable[str]) -> dict[str, str]:
-    """The overrides in Hydra's form among the words of a command, by path. Of the roles of
-    reinforcement learning, only the actor is trained as priced here: the others are left out.
-    """
+    """The overrides in Hydra's form among the words of a command, by path."""
     found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
-    values = {match[1]: match[2] for match in found}
+    return {match[1]: match[2] for match in found}
+
+
+def _of_actor(values: Mapping[str, str]) -> dict[str, str]:
+    """The options by path. Of the roles of reinforcement learning, only the actor is trained as
+    priced here: the others are left out.
+    """
     if not any(path.startswith(_ROLES[1]) for path in values):
-        return values
+        return dict(values)
     answers = values.get("actor_rollout_ref.rollout.n", "1")
     return {
         path: value for path, value in values.items() if set(path.split(".")).isdisjoint(_ROLES[0])
@@ -68,7 +72,7 @@ def options_by_name(
     otherwise, that is a finding. A block that is not enabled does not count.
     """
     values, paths, findings = dict[str, str](), dict[str, str](), list[Finding]()
-    plain = {path: _text(value) for path, value in flat(data).items()}
+    plain = _of_actor({path: _text(value) for path, value in flat(data).items()})
     switches = [path.rpartition(".") for path in plain if re.search(r"\.enabled?$", path)]
     off = tuple(f"{block}." for block, dot, key in switches if plain[block + dot + key] in _OFF)
     for path in sorted(plain, key=lambda path: path.count(".")):

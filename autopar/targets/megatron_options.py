@@ -53,7 +53,7 @@ NEUTRAL = re.compile(
     r"rampup_save.*|packing|intermediate_size|(adv|entropy|kl|clip|loss_agg|norm_adv|filter)_.*|path|truncation|n|return_raw.*|"
     r"ppo_(mini|max|epochs).*|of_a_prompt|use_(mbridge|torch_compile)|.*_timeout|main_params_dtype|average_in_collective|pipeline_dtype|"
     r"autocast.*|.*_dtype_for_.*|cuda_graph_warmup_steps|max_lr|(limit_)?(val|test)_.*|strategy|accelerator|accumulate_grad_batches|cuda_graph_scope|(max_read|max_write)_concurrency|"
-    r"chunk_size_MB|drop_layers|[A-Z_]+|qkv_bias|fp8_(hybrid|e4m3)|transformer_engine|gc_interval|grad_sync_dtype|fsdp_(sharding_strategy|grad_reduce_dtype)|"
+    r"chunk_size_MB|drop_layers|[A-Z_]+|qkv_bias|fp8_(hybrid|e4m3)|transformer_engine|gc_interval|grad_sync_dtype|(param|grad|optimizer)_offload|fsdp_(sharding_strategy|grad_reduce_dtype)|"
     r"cpu_offloading_(num_layers|activations|weights)|use_transformer_engine.*|layernorm_zero.*|add_non_thinking.*|lora_.*|target_modules|(preserve|fp8)_.*_(graph|history)"
 )
 """Options that change neither time nor memory as predicted here, or that need no price of their

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -163,9 +164,12 @@ def _megatron(text: str, job: Job) -> Fields:
     before, sys.argv = sys.argv, ["pretrain_gpt.py", *words]
     try:
         # it looks at the variable only for tp and cp
-        with _environment(WORLD_SIZE=str(job.gpus or 1), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        stated = re.search(r"^export CUDA_DEVICE_MAX_CONNECTIONS=(\w+)", text, re.MULTILINE)
+        connections = stated[1] if stated else "1"
+        ranks = {"WORLD_SIZE": str(job.gpus or 1), "RANK": "0"}
+        with _environment(CUDA_DEVICE_MAX_CONNECTIONS=connections, **ranks):
             args = module.parse_args()
-            if args.use_megatron_fsdp:
+            if args.use_megatron_fsdp and not stated:
                 os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
             module.validate_args(args)
             args.apply_rope_fusion = False  # a kernel of Transformer Engine

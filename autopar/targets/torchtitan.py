@@ -98,6 +98,8 @@ WRITTEN = {
 }
 _POLICIES = {"none": "none", "full": "full", "op": "selective"}
 SCHEDULES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
+_V_SCHEDULES = "ZBVZeroBubble|DualPipeV"
+"""Schedules in which the first and the last stage lie on one rank."""
 _NEUTRAL = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|fault_tolerance|experimental|debug|"
     r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
@@ -433,6 +435,16 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     if by.pp > 1 and by.vpp == 1 and by.schedule == "interleaved_1f1b":
         refuse("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
                f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
+    elif by.pp > 1 and by.vpp > 1 and by.schedule in ("1f1b", "gpipe"):
+        refuse(f"schedule {WRITTEN[by.schedule]} with {by.vpp} stages a rank", "Single stage schedule requires exactly 1 stage per rank",
+               f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
+    elif (
+        by.pp > 1
+        and by.vpp != 2
+        and re.fullmatch(_V_SCHEDULES, job.flags.get(f"{P}pipeline_parallel_schedule", ""), re.I)
+    ):
+        refuse(f"a V schedule with {by.vpp} stages a rank", "v schedules assume 2 stages per rank",
+               f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
     return [*found, *_refusals_of_config(job)]
 
 

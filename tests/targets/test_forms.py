@@ -123,6 +123,24 @@ def test_verl(tmp_path) -> None:
     assert (job.seq, job.gpus, job.facts.precision) == (1024, 16, "bf16")
 
 
+def test_verl_as_yaml(tmp_path) -> None:
+    text = """
+data: {max_prompt_length: 512, max_response_length: 512}
+actor_rollout_ref:
+  actor:
+    ppo_mini_batch_size: 256
+    ppo_micro_batch_size_per_gpu: 4
+    megatron: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, param_offload: true}
+  rollout: {tensor_model_parallel_size: 2, n: 5}
+critic: {megatron: {tensor_model_parallel_size: 8}}
+trainer: {n_gpus_per_node: 8, nnodes: 1}
+"""
+    job = job_of(tmp_path, "ppo.yaml", text)
+    by = job.layout
+    assert (by.tp, by.pp, by.micro_batch, by.global_batch, job.seq) == (1, 2, 4, 1280, 1024)
+    assert job.unpriced == () and said(job, "contradiction", "unknown") == ""
+
+
 def test_nemo_yaml(tmp_path) -> None:
     text = """
 trainer: {devices: 8, num_nodes: 2, precision: bf16-mixed, max_steps: 100}
