@@ -13,12 +13,15 @@ from autopar.targets.job import Finding
 
 _ASIDE = re.compile(
     r"((.*\.)?(trainer|exp_manager|logger|hydra|data|dataset|optim|tokenizer|nsys_profile|checkpoint|logging|gc|runner|"
-    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation|generation|run|model\.peft))\.(.*)"
+    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation|generation|run|model\.peft|"
+    r"grpo|ppo|sft|rm|dpo|distillation|loss_fn|reward_\w+|checkpointing|env|cluster|sequence_packing|dynamic_batching|scheduler|lora_cfg|"
+    r"algorithm|draft|async_grpo))\.(.*)"
 )
 """Blocks about other things than the model and its layout."""
 _KEPT = (
     "devices",
     "n_gpus_per_node",
+    "gpus_per_node",
     "num_nodes",
     "nnodes",
     "precision",
@@ -171,7 +174,7 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     found = dict(values)
     names = {"train_micro_batch_size": "micro_batch_size", "train_global_batch_size": "global_batch_size",
              "max_total_sequence_length": "seq_length"}  # fmt: skip
-    found |= {name: values[of] for of, name in names.items() if of in values}  # of NeMo-RL
+    found |= {name: found.pop(of) for of, name in names.items() if of in values}  # of NeMo-RL
     found |= _checkpointed(values)
     if "mcore_gpt" in values or "megatron_amp_O2" in values:
         found |= _of_nemo(values)

@@ -54,7 +54,10 @@ NEUTRAL = re.compile(
     r"ppo_(mini|max|epochs).*|of_a_prompt|use_(mbridge|torch_compile)|.*_timeout|main_params_dtype|average_in_collective|pipeline_dtype|"
     r"autocast.*|.*_dtype_for_.*|cuda_graph_warmup_steps|max_lr|(limit_)?(val|test)_.*|strategy|accelerator|accumulate_grad_batches|cuda_graph_scope|(max_read|max_write)_concurrency|"
     r"chunk_size_MB|drop_layers|[A-Z_]+|qkv_bias|fp8_(hybrid|e4m3)|transformer_engine|gc_interval|grad_sync_dtype|(param|grad|optimizer)_offload|fsdp_(sharding_strategy|grad_reduce_dtype)|"
-    r"cpu_offloading_(num_layers|activations|weights)|use_transformer_engine.*|layernorm_zero.*|add_non_thinking.*|lora_.*|target_modules|(preserve|fp8)_.*_(graph|history)"
+    r"cpu_offloading_(num_layers|activations|weights)|use_transformer_engine.*|layernorm_zero.*|add_non_thinking.*|lora_.*|target_modules|enabled|freeze_moe_router|cuda_graph_modules|fused_linear_logprobs_.*|scheduler|track_moe_metrics|time_limit|dependency|max_(grad_norm|num_(steps|epochs))|activation_checkpointing|"
+    r"sglang_.*|(rollout|over_sampling|num_rollout|n_samples|dynamic_sampling|custom|logprob|generation|actor_num|colocate|ref_load)_?.*|"
+    r"hf_checkpoint|prompt_data|(input|label)_key|rm_(type|url)|advantage_.*|eps_clip.*|use_(tis|opd)|tis_.*|balance_data|(num_steps_per|update_weight).*|"
+    r"address|runtime_env_json|master_port.*|(betas|eps|keep_top_k|metric_name|higher_is_better|save_period)|make_sequence_length_.*|num_(prompts|generations)_per.*|(preserve|fp8)_.*_(graph|history)"
 )
 """Options that change neither time nor memory as predicted here, or that need no price of their
 own. All others are listed as not priced.
@@ -323,9 +326,9 @@ def _recompute(args: Arguments) -> tuple[str, int]:
 
 
 def _offload(args: Arguments) -> str:
+    fraction = args.number("optimizer_offload_fraction")
     if not args.flag("optimizer_cpu_offload"):
         return "none"
-    fraction = args.number("optimizer_offload_fraction")
     if fraction is not None and fraction < 1:
         args.find(
             "note",

@@ -429,23 +429,30 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     if by.ep > 1 and shape.experts and shape.experts % by.ep:
         refuse(f"ep={by.ep} does not divide {shape.experts} experts", "num_experts must be divisible by expert_parallel_degree",
                *(f"--{P}expert_parallel_degree {d}" for d in divisors_near(shape.experts, by.ep)))  # fmt: skip
-    if by.pp > 1 and by.stages and len(by.stages) % by.pp:
-        refuse(f"{len(by.stages)} stages are not divisible by pp={by.pp}",
-               "Number of virtual stages must be divisible by pipeline parallel size")  # fmt: skip
-    if by.pp > 1 and by.vpp == 1 and by.schedule == "interleaved_1f1b":
-        refuse("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
-               f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
-    elif by.pp > 1 and by.vpp > 1 and by.schedule in ("1f1b", "gpipe"):
-        refuse(f"schedule {WRITTEN[by.schedule]} with {by.vpp} stages a rank", "Single stage schedule requires exactly 1 stage per rank",
-               f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
-    elif (
-        by.pp > 1
-        and by.vpp != 2
-        and re.fullmatch(_V_SCHEDULES, job.flags.get(f"{P}pipeline_parallel_schedule", ""), re.I)
-    ):
-        refuse(f"a V schedule with {by.vpp} stages a rank", "v schedules assume 2 stages per rank",
-               f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
+    if by.pp > 1:
+        found += _refusals_of_pipeline(job)
     return [*found, *_refusals_of_config(job)]
+
+
+def _refusals_of_pipeline(job: Job) -> Iterator[Finding]:
+    """What torchtitan refuses while it cuts a model into stages."""
+    by, schedule = job.layout, job.flags.get(f"{P}pipeline_parallel_schedule", "")
+
+    def refused(what: str, theirs: str, *legal: str) -> Finding:
+        return Finding("refused", what, theirs, legal)
+
+    if by.stages and len(by.stages) % by.pp:
+        yield refused(f"{len(by.stages)} stages are not divisible by pp={by.pp}",
+               "Number of virtual stages must be divisible by pipeline parallel size")  # fmt: skip
+    if by.vpp == 1 and by.schedule == "interleaved_1f1b":
+        yield refused("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
+               f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
+    elif by.vpp > 1 and by.schedule in ("1f1b", "gpipe"):
+        yield refused(f"schedule {WRITTEN[by.schedule]} with {by.vpp} stages a rank",
+               "Single stage schedule requires exactly 1 stage per rank", f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
+    elif by.vpp != 2 and re.fullmatch(_V_SCHEDULES, schedule, re.I):
+        yield refused(f"a V schedule with {by.vpp} stages a rank", "v schedules assume 2 stages per rank",
+               f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
 
 
 def _refusals_of_config(job: Job) -> Iterator[Finding]:
