@@ -244,9 +244,10 @@ def _torchtitan(text: str, job: Job) -> Fields:
     }
     if ranks.pp == 1:
         return found
-    parts = by.module_fqns_per_model_part
+    parts = by.module_fqns_per_model_part or ()
     stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
-    schedule = SCHEDULES[by.pipeline_parallel_schedule.lower()]
+    named = by.pipeline_parallel_schedule
+    schedule = SCHEDULES.get(named.lower(), named)
     return found | {"vpp": len(stages) // ranks.pp, "stages": stages, "schedule": schedule}
 
 
