@@ -12,6 +12,7 @@ from autopar.targets.job import Finding, Job
 
 _TRUE = ("", "true", "1", "yes", "on")
 _ADAPTERS = ("lora", "qlora", "adalora", "dora", "oft", "longlora")
+_RANKS = ("lora_dim", "lora_r", "lora_rank")
 _OFF = ("false", "none", "null", "[]", "{}")
 _FALSE = ("false", "0", "no", "off", "none", "null")
 
@@ -121,8 +122,20 @@ class Arguments:
 
 def find_adapters(args: Arguments) -> None:
     """Adds a finding if only low-rank adapters are trained."""
-    kind = args.text("finetuning_type", "tuner_type", "train_type", "adapter") or ""
-    used = kind.lower() in _ADAPTERS or args.flag("use_peft", "use_lora") or args.text("lora_dim")
+    kinds = ("finetuning_type", "tuner_type", "train_type", "adapter", "peft_scheme", "peft")
+    kind = args.text(*kinds)
+    switches = (
+        "use_peft",
+        "use_lora",
+        "lora_enable",
+        "q_lora",
+        "use_llm_lora",
+        "use_backbone_lora",
+    )
+    ranks = [name for name in (*_RANKS, *switches) if args.text(name) not in (None, *_FALSE)]
+    used = kind.lower() in _ADAPTERS if kind is not None else bool(ranks)
+    if any(args.flag(name) is False for name in switches[:3]):
+        used = False
     if used:
         args.find(
             "unknown",

@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
-from autopar.targets.megatron_read import job_of, read_megatron, stages_for
+from autopar.targets.megatron_options import job_of, stages_for
+from autopar.targets.megatron_read import read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
 from autopar.targets.megatron_write import flags_of as megatron_flags
 from autopar.targets.shell import read_script

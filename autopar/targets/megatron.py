@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.targets.megatron_read import looks_like_megatron, read_megatron, stages_for
+from autopar.targets.megatron_options import stages_for
+from autopar.targets.megatron_read import looks_like_megatron, read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
 from autopar.targets.megatron_write import flags_of, write_megatron
 from autopar.targets.target import Target

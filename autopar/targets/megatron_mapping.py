@@ -13,12 +13,15 @@ from autopar.targets.job import Finding
 
 _ASIDE = re.compile(
     r"((.*\.)?(trainer|exp_manager|logger|hydra|data|dataset|optim|tokenizer|nsys_profile|checkpoint|logging|gc|runner|"
-    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation))\.(.*)"
+    r"cpu_offloading_config|freeze|environ|env_vars|inference|validation|generation|run|model\.peft|"
+    r"grpo|ppo|sft|rm|dpo|distillation|loss_fn|reward_\w+|checkpointing|env|cluster|sequence_packing|dynamic_batching|scheduler|lora_cfg|"
+    r"algorithm|draft|async_grpo))\.(.*)"
 )
 """Blocks about other things than the model and its layout."""
 _KEPT = (
     "devices",
     "n_gpus_per_node",
+    "gpus_per_node",
     "num_nodes",
     "nnodes",
     "precision",
@@ -29,21 +32,35 @@ _KEPT = (
     "tokenizer_type",
     "tokenizer_model",
     "seq_length",
+    "peft_scheme",
 )
 """Options that count also within these blocks."""
+_OF_OPTIMIZER = {
+    "name": "optim_name",
+    "overlap_grad_sync": "overlap_grad_reduce",
+    "overlap_param_sync": "overlap_param_gather",
+    "grad_sync_dtype": "grad_sync_dtype",
+}
+"""What of the layout stands in NeMo's block of the optimizer, by name."""
+_PROCESSES = ("devices", "n_gpus_per_node", "gpus_per_node", "num_nodes", "nnodes")
+_OFF = ("False", "false")
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ROLES = (("rollout", "ref", "critic", "reward_model"), "actor_rollout_ref.actor.")
 
 
 def overrides_of(words: Iterable[str]) -> dict[str, str]:
-    """The overrides in Hydra's form among the words of a command, by path. Of the roles of
-    reinforcement learning, only the actor is trained as priced here: the others are left out.
-    """
+    """The overrides in Hydra's form among the words of a command, by path."""
     found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
-    values = {match[1]: match[2] for match in found}
+    return {match[1]: match[2] for match in found}
+
+
+def _of_actor(values: Mapping[str, str]) -> dict[str, str]:
+    """The options by path. Of the roles of reinforcement learning, only the actor is trained as
+    priced here: the others are left out.
+    """
     if not any(path.startswith(_ROLES[1]) for path in values):
-        return values
+        return dict(values)
     answers = values.get("actor_rollout_ref.rollout.n", "1")
     return {
         path: value for path, value in values.items() if set(path.split(".")).isdisjoint(_ROLES[0])
@@ -54,24 +71,30 @@ def options_by_name(
     data: Mapping[str, object], marks: Iterable[str]
 ) -> tuple[dict[str, str], list[Finding]]:
     """The options of nested mappings by the last part of their path, and findings on them. The
-    first of a name counts; if another block gives a value of `marks` otherwise, that is a finding.
+    outermost of a name counts, and of these the first; if another block gives a value of `marks`
+    otherwise, that is a finding. A block that is not enabled does not count.
     """
     values, paths, findings = dict[str, str](), dict[str, str](), list[Finding]()
-    plain = {path: _text(value) for path, value in flat(data).items()}
-    for path, value in plain.items():
-        aside = _ASIDE.fullmatch(path)
-        name = re.sub(r"^[+-]*", "", path.rpartition(".")[2]).replace("-", "_")
-        if aside and path.endswith("optim.name"):
-            name = "optim_name"
-        elif aside and name not in _KEPT:
+    plain = _of_actor({path: _text(value) for path, value in flat(data).items()})
+    switches = [path.rpartition(".") for path in plain if re.search(r"\.enabled?$", path)]
+    off = tuple(f"{block}." for block, dot, key in switches if plain[block + dot + key] in _OFF)
+    for path in sorted(plain, key=lambda path: path.count(".")):
+        value, aside = plain[path], _ASIDE.fullmatch(path)
+        block, _, name = path.rpartition(".")
+        name = re.sub(r"^[+-]*", "", name).replace("-", "_")
+        if path.startswith(off):
+            continue
+        if block.rpartition(".")[2] == "optim" and name in _OF_OPTIMIZER:
+            name = _OF_OPTIMIZER[name]
+        elif (aside and name not in _KEPT) or (name in _PROCESSES and "generation" in block):
             continue
         text = _resolved(value, path, plain, findings)
-        if name in values and values[name] != text and name in marks:
+        if name in marks and values.get(name, "None") not in ("None", text) and text != "None":
             what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
             findings.append(
                 Finding("contradiction", what, legal=("give a file with one of the blocks",))
             )
-        if name not in values:
+        if name not in values or values[name] == "None":
             values[name], paths[name] = text, path
     return values, findings
 
@@ -149,8 +172,14 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     Megatron-LM names otherwise.
     """
     found = dict(values)
+    names = {"train_micro_batch_size": "micro_batch_size", "train_global_batch_size": "global_batch_size",
+             "max_total_sequence_length": "seq_length"}  # fmt: skip
+    found |= {name: found.pop(of) for of, name in names.items() if of in values}  # of NeMo-RL
+    found |= _checkpointed(values)
     if "mcore_gpt" in values or "megatron_amp_O2" in values:
         found |= _of_nemo(values)
+    if "actor_num_nodes" in values:
+        found = _of_slime(values) | found
     if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
         found |= _of_verl(values)
     swift = "model" in values and {"tuner_type", "packing", "split_dataset_ratio"} & set(values)
@@ -166,11 +195,40 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
 def _of_nemo(values: Mapping[str, str]) -> dict[str, str]:
     precision = values.get("precision", "32")
     found = {"bf16": str(precision.startswith("bf16")), "fp16": str(precision.startswith("16"))}
-    if "fused_adam" in values.get("optim_name", ""):
-        found["use_distributed_optimizer"] = str(values["optim_name"].startswith("distributed"))
+    optimizer = values.get("optim_name", "")
+    if re.search("fused_adam|distributed", optimizer):
+        found["use_distributed_optimizer"] = str("distributed" in optimizer)
+    if (dtype := values.get("grad_sync_dtype")) is not None:
+        found["grad_reduce_in_fp32"] = str(dtype not in ("bf16", "16"))
     if "glu" in values.get("activation", ""):
         found["swiglu"] = "true"
     return found
+
+
+def _checkpointed(values: Mapping[str, str]) -> dict[str, str]:
+    """What NeMo-RL's switch of recomputation sets."""
+    switch = values.get("activation_checkpointing", "").lower()
+    if switch == "false":
+        return {"recompute_granularity": "None"}
+    if switch != "true" or values.get("recompute_granularity", "full") != "full":
+        return {}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": "1",
+    }
+
+
+def _of_slime(values: Mapping[str, str]) -> dict[str, str]:
+    """What slime sets for the update of the actor."""
+    nodes, each = (values.get(f"actor_num_{name}", "") for name in ("nodes", "gpus_per_node"))
+    return {
+        "bf16": "true",
+        "use_distributed_optimizer": "true",
+        "seq_length": values.get("rollout_max_response_len", "4096"),
+        "nnodes": nodes,
+        "nproc_per_node": each or "8",
+    }
 
 
 def _of_verl(values: Mapping[str, str]) -> dict[str, str]:

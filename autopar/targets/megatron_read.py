@@ -6,84 +6,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import (
-    Arguments,
-    find_adapters,
-    options_of,
-    read_mapping,
-    unread_files,
-)
+from autopar.targets.arguments import flat, options_of, unread_files
 from autopar.targets.expansion import Script, is_known, shown_value
-from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
+from autopar.targets.extended import extended_mapping, named_configurations
+from autopar.targets.job import Finding, Job
 from autopar.targets.megatron_mapping import (
     filled_in,
     options_by_name,
     overrides_of,
     recipe_options,
 )
+from autopar.targets.megatron_options import job_of
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
-from autopar.targets.target import Source, vocabulary_of
+from autopar.targets.target import Source
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
           "micro_batch_size", "num_attention_heads", "global_batch_size", "seq_length")  # fmt: skip
 """Options by which a job is recognized: two of them are enough."""
 
-RECIPES = {
-    "tensorwise": "tensorwise",
-    "delayed": "delayed",
-    "mxfp8": "mx",
-    "blockwise": "blockwise",
-}
-"""The scaling of fp8 by `--fp8-recipe`."""
-STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-"""The ZeRO stage by `--data-parallel-sharding-strategy`."""
-
-NEUTRAL = re.compile(
-    r"(decoupled_)?(min_)?lr(_.*)?|.*data_(path|cache_path|args_path|parallel_random_init).*|data_cache.*|(no_)?(save|load)(_.*)?|"
-    r"log(_.*)?|.*_log_.*|tensorboard.*|wandb.*|tokenizer.*|split|seed|train_(iters|samples|data_path)|eval.*|valid.*|test.*|"
-    r"(start_|end_)?weight_decay.*|clip_grad|(adam|sgd|muon|lion)_.*|init_method.*|exit_.*|distributed_(timeout|backend|store).*|"
-    r"rotary.*|(layer)?norm_epsilon|num_workers|dataloader.*|mock_data|manual_gc.*|no_(initialization|bias_gelu_fusion|mmap.*)|"
-    r"vocab_file|merge_file|vocab_extra_ids|override_opt.*|(use_)?dist_ckpt.*|ckpt_.*|async_save|use_mcore_models|transformer_impl|"
-    r"master_(addr|port)|node_rank|rank|local_rank|rdzv_.*|(no_)?create_attention_mask.*|reset_.*|eod_mask_loss|"
-    r"moe_(aux_loss|z_loss|router_(score|topk_scaling|bias|load|dtype|num_groups|group_topk|enable|pre_softmax)).*|"
-    r"no_check_for_nan.*|check_for_.*|attention_softmax_in_fp32|apply_.*|normalization|train_.*|max_position_embeddings|"
-    r"hysteresis|(initial_|min_)?loss_scale.*|rope_.*|use_rope.*|one_logger.*|no_one_logger|timing_.*|profile.*|finetune|"
-    r"empty_unused_memory_level|(fim|bert|ict|vision|retriever|adlr|iter_per|img|num_classes|num_channels|dino|inference|rl|grpo|swin)_?.*|"
-    r"attention_dropout|attention_backend|calculate_per_token_loss|disable_bias_linear|add_(bias_linear|qkv_bias)|qk_layernorm|"
-    r"make_vocab_size_divisible_by|enable_experimental|auto_detect_ckpt.*|use_checkpoint.*|fp8_(margin|interval|amax.*|wgrad)|"
-    r"no_(load|save|position|rope|persist|masked|bias|one|data).*|num_dataset.*|nproc_per_node|nnodes|tee|redirects|max_restarts|"
-    r"mtp_loss.*|sft.*|config|yaml_cfg|use_flash_attn|export|name|explicit_log_dir|exp_.*|seed_.*|barrier_with.*|deterministic_mode|"
-    r"q_lora_rank|kv_lora_rank|qk_(head|pos_emb_head)_dim|v_head_dim|encoder_seq_length|decoder_.*|params_dtype|"
-    r"accumulate_allreduce_grads_in_fp32|consumed.*|iteration|model_type|world_size|data_parallel_size|overlap_p2p_comm|"
-    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
-    r"data_(impl|prefix)|.*_dir|output_.*|dataset.*|split_dataset.*|num_train_epochs|epochs|max_(steps|epochs|padding|prompt|response|num_seqs).*|"
-    r".*_tokenizer.*|extra_vocab_size|(deepspeed|codecarbon|kill_switch|trigger|special_tokens)_.*|deepspeed|abort_on_.*|embed_layernorm|"
-    r"universal_.*|no_pipeline_parallel|DDP_impl|no_query_key.*|(no_)?persist_.*|bias|(bias|masked)_.*fusion|fp16_lm_.*|"
-    r"fp32_residual.*|ffn_dropout|native_amp.*|megatron_amp.*|mcore_gpt|optim_name|precision|pre_process|post_process|headscale|"
-    r"transformer_block_type|attention_type|openai_gelu|normalize_attention.*|use_(scaled_init|emha|flash_attention|kl|dynamic|fused).*|"
-    r"do_layer_norm.*|(sync|batch)_(batch|p2p)_comm|reduce_amax|gradient_as_bucket_view|grad_(div_ar|allreduce_chunk).*|onnx_safe|restore_.*|"
-    r"resume.*|gen_shape|get_attention_mask.*|mmap_.*|model(_name.*|_author)?|framework|template|stage|do_train|finetuning_type|learning_rate|"
-    r"(preprocessing|logging|stderr)_.*|work(_group|space)|user_name|description|defaults|auto_continue.*|disable_last_saving|create_wandb.*|"
-    r"moe_(router_force|eval_|min_|per_layer|loss_coeff).*|norm_(init|target).*|no_shared_fs|multiple_of|hidden_dim_.*|membind|keep_last|"
-    r"rampup_save.*|packing|intermediate_size|(adv|entropy|kl|clip|loss_agg|norm_adv|filter)_.*|path|truncation|n|return_raw.*|"
-    r"ppo_(mini|max|epochs).*|of_a_prompt|use_(mbridge|torch_compile)|.*_timeout|main_params_dtype|average_in_collective|pipeline_dtype|"
-    r"autocast.*|.*_dtype_for_.*|cuda_graph_warmup_steps|max_lr|(limit_)?(val|test)_.*|strategy|accelerator|accumulate_grad_batches|cuda_graph_scope|(max_read|max_write)_concurrency|"
-    r"chunk_size_MB|drop_layers|[A-Z_]+|qkv_bias|fp8_(hybrid|e4m3)|transformer_engine|gc_interval|fsdp_(sharding_strategy|grad_reduce_dtype)|"
-    r"cpu_offloading_(num_layers|activations|weights)|use_transformer_engine.*|layernorm_zero.*|add_non_thinking.*|lora_.*|target_modules|(preserve|fp8)_.*_(graph|history)"
-)
-"""Options that change neither time nor memory as predicted here, or that need no price of their
-own. All others are listed as not priced.
-"""
-
 
 def looks_like_megatron(source: Source) -> bool:
     """Whether at least two of Megatron's own options stand in the text."""
-    read = re.findall(r"^\s*(?:source|\.)\s+(\S+)", source.text, re.MULTILINE)
-    texts = [source.read_file(name.strip("\"'").rpartition("/")[2]) for name in read]
+    if re.search(r'"(model_type|architectures)"\s*:', source.text):  # a model of Transformers
+        return False
+    read = re.findall(r"^\s*(?:source|\.)\s+(.+)", source.text, re.MULTILINE)
+    ends = [re.split(r"[)}]|^[\"']?\$\w+", name)[-1].strip("\"'/ ") for name in read]
+    texts = [source.read_file(name) for name in ends if name]
     text = re.sub(r"[-_]+", "_", "\n".join([source.text, *filter(None, texts)]))
     text = re.sub(r"(?<![A-Za-z0-9])_", "", text)
     return sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS) >= 2
@@ -100,7 +52,8 @@ def read_megatron(source: Source) -> Job:
         return job_of({name: value.strip() for name, value in dump}, resolved=True)
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
-        return _of_mapping(read_mapping(source.text, source.name))
+        data, findings = extended_mapping(source)
+        return _with(_of_mapping(data), findings)
     if suffix == "py":
         return _of_recipe(source)
     return _of_script(source)
@@ -112,6 +65,7 @@ def read_megatron(source: Source) -> Job:
 def _of_mapping(data: Mapping[str, object]) -> Job:
     """The job of nested mappings, each option by the last part of its path."""
     values, findings = options_by_name(data, _MARKS)
+    values.pop("data_parallel_size", None)  # it follows from the devices: this one is of inference
     known = [mark for mark in _MARKS if mark in values]
     if len(known) < 2:
         raise AutoparError("no job: the file has fewer than two options of Megatron-LM")
@@ -129,8 +83,6 @@ def _of_recipe(source: Source) -> Job:
 
 
 def _with(job: Job, findings: list[Finding]) -> Job:
-    from dataclasses import replace
-
     return replace(job, findings=(*findings, *job.findings))
 
 
@@ -144,7 +96,10 @@ def _of_script(source: Source) -> Job:
         for words, _ in script.commands:
             paths = overrides_of(words)
             if _marks(f"--{path.rpartition('.')[2]}" for path in paths) > 1:
-                return _of_mapping(paths)
+                # verl's own configurations hold its defaults, which are known
+                named = () if any(path.startswith("actor_rollout_ref") for path in paths) else words
+                data, more = named_configurations(named, source)
+                return _with(_of_mapping({**flat(data), **paths}), [*more, *unread_files(script)])
         words = _from_variables(script)
         if _marks(words) < 2:
             missing = (
@@ -162,6 +117,8 @@ def _of_script(source: Source) -> Job:
         )
     else:
         words = _joined_layout(script, best, findings)
+        if other := next((word for word in words if _NO_TRAINING.search(word)), ""):
+            raise AutoparError(f"no job: {other} of {source.name} does not train")
     options = options_of(words)
     for word in words:
         if (
@@ -179,20 +136,34 @@ def _of_script(source: Source) -> Job:
             options[f"env_{name}"] = script.text_of(name)
     if {"sft", "pt", "rlhf"} & set(words[:3]) and "megatron" in words[0]:
         options = filled_in({"packing": "false"} | options)  # of ms-swift
-    for name, variables in _PROCESSES.items():
-        places = [place for place in variables if place in script.variables]
-        if places and name not in options:
-            options[name] = script.text_of(places[0])
+    elif "actor_num_nodes" in options:
+        options = filled_in(options)  # of slime
+    options |= _processes(options, script)
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
 
 
+_NO_TRAINING = re.compile(
+    r"(text_gen|generat|server|inference|convert|export|quantize|preprocess|merge)\w*\.py$"
+)
+"""Programs with Megatron-LM's options that do not train."""
 _PROCESSES = {
     "nproc_per_node": ("NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"),
     "nnodes": ("NNODES", "SLURM_NNODES"),
 }
 """Variables that say the processes, where the launcher has no option for them."""
+
+
+def _processes(options: Mapping[str, str], script: Script) -> dict[str, str]:
+    """The processes of a node and the nodes that the options do not say, by option."""
+    found: dict[str, str] = {}
+    for name, variables in _PROCESSES.items():
+        places = [place for place in variables if place in script.variables]
+        if places and name not in options:
+            found[name] = script.text_of(places[0])
+    alone = "nproc_per_node" in {**found, **options} and "nnodes" not in {**found, **options}
+    return found | ({"nnodes": "1"} if alone else {})  # of torchrun
 
 
 def _matters(note: str) -> bool:
@@ -299,336 +270,3 @@ def _contradicting_names(text: str, script: Script, job: Job) -> list[Finding]:
                 found.append(Finding("contradiction", f"{where} says {name.lower()}={number} ({words[:60]!r}), the options say "
                                      f"{actual}: the options count"))  # fmt: skip
     return found[:8]
-
-
-# ----------------------------------------------------------------------------------------- options
-
-
-def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
-    """The job that options by name say. `resolved`: they are a dump, in which all options stand."""
-    args = Arguments(values)
-    shape = _shape(args, resolved)
-    layout = _layout(args, shape)
-    facts = _facts(args, layout)
-    gpus, per_node = _devices(args)
-    seq = args.whole("seq_length", "encoder_seq_length", "max_length", "seq_len", "cutoff_len")
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if ramp := args.text(name):
-            args.find(
-                "note",
-                f"the batch grows at first ({name} {ramp}): times are those of the full batch",
-            )
-    find_adapters(args)
-    args.flag("disable_bias_linear")
-    _unpriced_values(args)
-    args.read.update(name for name in args.values if name.startswith("env_"))
-    devices = {"gpus": gpus, "gpus_per_node": per_node}
-    neutral = None if resolved else NEUTRAL
-    return args.job(
-        "megatron", neutral, shape=shape, layout=layout, seq=seq, facts=facts, **devices
-    )
-
-
-def _shape(args: Arguments, resolved: bool) -> ModelShape:
-    layers, hidden = args.whole("num_layers") or 0, args.whole("hidden_size") or 0
-    heads = args.whole("num_attention_heads") or 0
-    grouped = args.flag("group_query_attention")
-    groups = args.whole("num_query_groups", "num_key_value_heads", "n_head_kv", least=0)
-    # argparse: groups count only with the switch; YAML of Bridge has no switch
-    counted = groups and (
-        grouped
-        or "num_query_groups" not in args.values
-        or (grouped is None and not resolved and "group_query_attention" not in args.values)
-    )
-    args.text("activation")
-    gated = bool(args.flag("swiglu", "gated_linear_unit", "quick_geglu"))
-    ffn = args.whole("ffn_hidden_size") or (
-        int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
-    )
-    experts = args.whole("num_experts", "num_moe_experts", least=0) or 0
-    untied = args.flag("untie_embeddings_and_output_weights")
-    shared = args.flag("share_embeddings_and_output_weights")
-    args.text("position_embedding_type")
-    positions = args.values.get("position_embedding_type", "learned_absolute").lower()
-    if args.flag("use_rotary_position_embeddings"):
-        positions = "rope"
-    return ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(groups) if counted and groups else heads,
-        head_dim=args.whole("kv_channels") or (hidden // heads if heads else 0),
-        ffn=ffn,
-        vocab=_vocabulary(args),
-        experts=experts,
-        top_k=(args.whole("moe_router_topk") or 2) if experts else 0,
-        moe_ffn=(args.whole("moe_ffn_hidden_size") or ffn) if experts else 0,
-        shared_ffn=args.whole("moe_shared_expert_intermediate_size", least=0) or 0,
-        first_dense=_first_dense(args) if experts else 0,
-        mtp=args.whole("mtp_num_layers", least=0) or 0,
-        gated=gated,
-        tied=not untied if shared is None else shared,
-        positions={"learned_absolute": "learned", "none": "none", "alibi": "alibi"}.get(
-            positions, "rope"
-        ),
-        latent=_latent(args),
-    )
-
-
-def _latent(args: Arguments) -> tuple[int, ...]:
-    if not args.flag("multi_latent_attention"):
-        return ()
-    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    defaults = (0, 512, 128, 64, 128)
-    return tuple(args.whole(n, least=0) or d for n, d in zip(names, defaults, strict=True))
-
-
-def _first_dense(args: Arguments) -> int:
-    """The dense layers before the first one with experts, from `--moe-layer-freq`."""
-    text = args.text("moe_layer_freq")
-    if text in (None, "", "1"):
-        return 0
-    pattern = re.sub(r"\s", "", str(text))
-    sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
-    if sums is None:
-        args.find(
-            "note", f"moe_layer_freq {text}: which layers have experts is priced as if all had"
-        )
-        return 0
-    parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
-    bits = "".join(part.replace(",", "") * int(count or 1) for part, count in parts)
-    dense = len(bits) - len(bits.lstrip("0"))
-    if "0" in bits[dense:]:
-        args.find(
-            "note",
-            f"moe_layer_freq {text}: dense layers behind the first with experts are priced as if they had experts",
-        )
-    return dense
-
-
-def _vocabulary(args: Arguments) -> int:
-    padded = args.whole("pad_vocab_size_to", "override_vocab_size")
-    size = padded or args.whole("vocab_size", "padded_vocab_size", "padded_vocab") or 0
-    model = args.values.get("tokenizer_model", args.values.get("vocab_file", ""))
-    kind = args.values.get("tokenizer_type", "")
-    if size:
-        return size
-    known = vocabulary_of(model) or (50257 if kind.startswith("GPT2BPE") else 0)
-    if known:
-        args.find("note", f"the vocabulary of {known} is that of the tokenizer {model or kind}")
-    return known
-
-
-def _layout(args: Arguments, shape: ModelShape) -> Layout:
-    tp = args.whole("tensor_model_parallel_size") or 1
-    pp = args.whole("pipeline_model_parallel_size") or 1
-    vpp, stages = _stages(args, shape, pp)
-    recompute, recompute_layers = _recompute(args)
-    dp = args.whole("data_parallel_size")
-    cp = args.whole("context_parallel_size", "ds_sequence_parallel_size") or 1
-    group = (
-        args.whole(
-            "microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"
-        )
-        or 0
-    )
-    schedule = "none" if pp == 1 else "interleaved_1f1b" if vpp > 1 else "1f1b"
-    sequence_parallel = bool(args.flag("sequence_parallel")) and tp > 1
-    return Layout(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=dp,
-        ep=args.whole("expert_model_parallel_size", "moe_expert_parallel_size") or 1,
-        etp=args.whole("expert_tensor_parallel_size"),
-        vpp=vpp,
-        stages=stages,
-        micro_batch=args.whole(
-            "micro_batch_size", "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu"
-        )
-        or 1,
-        global_batch=args.whole("global_batch_size"),
-        accumulation=args.whole("gradient_accumulation_steps") or 1
-        if "global_batch_size" not in args.values
-        else 1,
-        zero=_zero(args),
-        copies=args.whole("num_distributed_optimizer_instances") or 1,
-        recompute=recompute,
-        recompute_layers=recompute_layers,
-        schedule=schedule,
-        sequence_parallel=sequence_parallel,
-        offload=_offload(args),
-        order="dp-pp" if args.flag("use_tp_pp_dp_mapping") else "",
-        group=0 if group == pp else group,
-    )
-
-
-def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int, ...]]:
-    """(stages of a rank, layers of each stage or () if dealt evenly). A layout counts alone."""
-    layout = args.text("pipeline_model_parallel_layout")
-    virtual = args.whole(
-        "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"
-    )
-    each = args.whole("num_layers_per_virtual_pipeline_stage")
-    first = args.whole("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
-    last = args.whole("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
-    both = "embedding" in (args.text("pp_partition_method") or "")  # of Megatron-DeepSpeed
-    embedding = both or bool(args.flag("account_for_embedding_in_pipeline_split"))
-    loss = both or bool(args.flag("account_for_loss_in_pipeline_split"))
-    if layout:
-        stages = stages_of(layout.strip("'\""))
-        vpp = max(1, len(stages) // pp)
-        if virtual is not None and virtual != vpp:
-            args.find("contradiction", f"the layout has {len(stages)} stages, {vpp} for each of {pp} ranks; the {virtual} virtual stages "
-                      "beside it do not count")  # fmt: skip
-        return vpp, tuple(stage.count("t") for stage in stages)
-    counted = shape.layers + embedding + loss
-    vpp = virtual or (max(1, counted // pp // each) if each and pp > 1 else 1)
-    if pp == 1:
-        return virtual or 1, ()
-    if first is not None or last is not None:
-        return vpp, ended_stages(shape.layers, pp, vpp, first, last)
-    if embedding or loss:
-        return vpp, counted_stages(shape.layers, pp * vpp, embedding, loss)
-    return vpp, ()
-
-
-def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
-    """As `_stages`, for a job whose layers are known now."""
-    return _stages(Arguments(job.flags), job.shape, job.layout.pp)
-
-
-def _zero(args: Arguments) -> int:
-    """The ZeRO stage."""
-    fsdp = args.flag("use_megatron_fsdp", "use_custom_fsdp")
-    strategy = args.text("data_parallel_sharding_strategy")
-    if fsdp:
-        if strategy not in (None, *STRATEGIES):
-            args.find(
-                "refused",
-                f"data_parallel_sharding_strategy {strategy} is not known",
-                legal=tuple(STRATEGIES),
-            )
-        args.flag("use_distributed_optimizer")
-        return STRATEGIES.get(strategy or "no_shard", 0)
-    if args.flag("deepspeed") and "zero_stage" in args.values:
-        return args.whole("zero_stage", least=0) or 0
-    if args.flag("use_torch_fsdp2"):
-        return 2 if args.flag("torch_fsdp2_no_reshard_after_forward") else 3
-    return int(bool(args.flag("use_distributed_optimizer")))
-
-
-def _recompute(args: Arguments) -> tuple[str, int]:
-    """(recompute mode, layers of each stage that are computed again; 0 for all)."""
-    granularity = args.text("recompute_granularity", "activations_checkpoint_granularity")
-    if granularity is None and args.flag("recompute_activations"):
-        granularity = "selective"
-    method = args.text("recompute_method", "activations_checkpoint_method")
-    layers = args.whole("recompute_num_layers", "activations_checkpoint_num_layers", least=0)
-    # before 2022 a method was enough; Megatron-DeepSpeed has a switch
-    earlier = method and "recompute_method" not in args.values
-    if granularity is None and (earlier or args.flag("checkpoint_activations")):
-        granularity = "full"
-    args.flag("deepspeed_activation_checkpointing")
-    if granularity == "full" and method == "block" and layers == 0:
-        return "none", 0
-    modules = (args.text("recompute_modules") or "").replace(",", " ").split()
-    if granularity == "selective":
-        more = [name for name in modules if name.strip("'\"[]") not in ("core_attn", "")]
-        if more:
-            args.find(
-                "note",
-                f"recompute_modules {' '.join(more)}: priced as if only core_attn were computed again",
-            )
-        return "selective", 0
-    if granularity == "full":
-        if method == "block" and layers:
-            return "full", layers
-        if layers and layers > 1:
-            args.find(
-                "note",
-                f"recompute_num_layers {layers} with method uniform keeps the input of every {layers}th layer; priced as if of each",
-            )
-        return "full", 0
-    if method or layers:
-        args.find(
-            "contradiction",
-            "recompute_method or recompute_num_layers stand without recompute_granularity: nothing is computed again",
-            legal=("--recompute-granularity full",),
-        )
-    return "none", 0
-
-
-def _offload(args: Arguments) -> str:
-    if not args.flag("optimizer_cpu_offload"):
-        return "none"
-    fraction = args.number("optimizer_offload_fraction")
-    if fraction is not None and fraction < 1:
-        args.find(
-            "note",
-            f"optimizer_offload_fraction {fraction:g}: priced as if all of the optimizer's state were in host memory",
-        )
-    return "optimizer"
-
-
-def _facts(args: Arguments, layout: Layout) -> Facts:
-    bf16, fp16 = args.flag("bf16"), args.flag("fp16")
-    fp8 = args.text("fp8_format", "fp8") or ""
-    fp8 = "" if fp8.lower() in ("false", "none") else fp8
-    recipe = args.text("fp8_recipe")
-    narrow = args.flag("grad_reduce_in_bf16")
-    wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")
-    grads = "bf16" if narrow or wide is False else "fp32" if wide or narrow is False else None
-    fusion = (
-        args.flag("cross_entropy_loss_fusion") and args.text("cross_entropy_fusion_impl") == "te"
-    )
-    dropout = args.number("hidden_dropout")
-    accumulates = args.flag("no_gradient_accumulation_fusion")
-    if args.flag("gradient_accumulation_fusion") is False:
-        accumulates = True
-    overlaps = args.flag("overlap_grad_reduce")
-    args.flag("overlap_param_gather")
-    off = args.flag("no_overlap_p2p_communication")
-    on = args.flag("overlap_p2p_comm")
-    optimizer = args.text("optimizer")
-    return Facts(
-        precision="bf16"
-        if bf16 or (bf16 is None and fp16 is None and fp8)
-        else "fp16"
-        if fp16
-        else "fp32",
-        fp8=RECIPES.get(recipe or "delayed", "delayed") if fp8 else "",
-        grads=grads,
-        dp_overlap=bool(overlaps),
-        tp_overlap=bool(args.flag("tp_comm_overlap")),
-        pp_overlap=layout.vpp > 1 and not off and on is not False,
-        optimizer=optimizer if optimizer in ("adam", "sgd", "muon") else None,
-        dropout=0.1 if dropout is None else dropout,
-        fused_loss=bool(fusion),
-        fused_accumulation=not accumulates,
-    )
-
-
-def _devices(args: Arguments) -> tuple[int | None, int | None]:
-    """(devices, devices of a node), as far as the launcher says them."""
-    world = args.whole("world_size")
-    per_node = args.whole("nproc_per_node", "gpus_per_node", "devices", "n_gpus_per_node")
-    nodes = args.text("nnodes", "num_nodes")
-    if nodes and (elastic := re.fullmatch(r"(\d+):(\d+)", nodes)):
-        args.find("note", f"nnodes {nodes} is elastic: priced for {elastic[2]} nodes")
-        nodes = elastic[2]
-    count = int(nodes) if nodes and re.fullmatch(r"\d{1,7}", nodes) else None
-    if world is None and per_node and count:
-        world = per_node * count
-    return world, per_node
-
-
-def _unpriced_values(args: Arguments) -> None:
-    """Marks options as read whose default value changes nothing."""
-    names = (
-        "cp_comm_type moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_router_topk moe_router_load_balancing_type "
-        "use_precision_aware_optimizer "
-        "cross_entropy_fusion_impl ckpt_format recompute_activations m max_position_embeddings use_distributed_optimizer"
-    )
-    for name in names.split():
-        args.text(name)

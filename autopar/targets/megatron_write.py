@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.targets.job import Exported, Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, even_stages, layout_of
-from autopar.targets.megatron_read import RECIPES, STRATEGIES
+from autopar.targets.megatron_options import RECIPES, STRATEGIES
 from autopar.targets.target import NotExpressible, nodes_of, torchrun
 
 _STRATEGIES = {zero: name for name, zero in STRATEGIES.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from unittest import mock
 from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
 from autopar.targets.megatron_layout import even_stages
-from autopar.targets.megatron_read import STRATEGIES
+from autopar.targets.megatron_options import STRATEGIES
 from autopar.targets.torchtitan import SCHEDULES
 
 Fields = dict[str, Any]
@@ -163,9 +164,12 @@ def _megatron(text: str, job: Job) -> Fields:
     before, sys.argv = sys.argv, ["pretrain_gpt.py", *words]
     try:
         # it looks at the variable only for tp and cp
-        with _environment(WORLD_SIZE=str(job.gpus or 1), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        stated = re.search(r"^export CUDA_DEVICE_MAX_CONNECTIONS=(\w+)", text, re.MULTILINE)
+        connections = stated[1] if stated else "1"
+        ranks = {"WORLD_SIZE": str(job.gpus or 1), "RANK": "0"}
+        with _environment(CUDA_DEVICE_MAX_CONNECTIONS=connections, **ranks):
             args = module.parse_args()
-            if args.use_megatron_fsdp:
+            if args.use_megatron_fsdp and not stated:
                 os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
             module.validate_args(args)
             args.apply_rope_fusion = False  # a kernel of Transformer Engine
@@ -240,9 +244,10 @@ def _torchtitan(text: str, job: Job) -> Fields:
     }
     if ranks.pp == 1:
         return found
-    parts = by.module_fqns_per_model_part
+    parts = by.module_fqns_per_model_part or ()
     stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
-    schedule = SCHEDULES[by.pipeline_parallel_schedule.lower()]
+    named = by.pipeline_parallel_schedule
+    schedule = SCHEDULES.get(named.lower(), named)
     return found | {"vpp": len(stages) // ranks.pp, "stages": stages, "schedule": schedule}
 
 

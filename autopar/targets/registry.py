@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from autopar.errors import AutoparError, shown
@@ -23,6 +24,10 @@ TARGETS: dict[str, Target] = {
 """Every target by its name, in the order in which files are recognized."""
 
 
+MOST_UP = 4
+"""The most folders above a job in which files that it names are looked for."""
+
+
 def target_of(name: str) -> Target:
     """The target of a name or alias. Raises AutoparError for an unknown one."""
     lower = name.lower() if isinstance(name, str) else ""
@@ -30,6 +35,18 @@ def target_of(name: str) -> Target:
         if lower in (target.name, *target.aliases):
             return target
     raise AutoparError(f"target {shown(name)} is not known; {', '.join(TARGETS)} are")
+
+
+def file_near(folder: Path, name: str) -> Path | None:
+    """The file that a job in `folder` names. Jobs are started from elsewhere: a name is looked for
+    from the folder, in it, and from the `MOST_UP` folders above it, also by the end of its path.
+    """
+    parts = Path(name).parts
+    ends = [Path(*parts[start:]) for start in range(len(parts) - 1)]
+    above = list(folder.resolve().parents)[:MOST_UP]
+    places = [folder / name, folder / Path(name).name, *(up / name for up in above)]
+    places += [up / end for end in ends for up in (folder, *above) if not end.is_absolute()]
+    return next((place for place in places if place.is_file()), None)
 
 
 def read_job(path: str | Path, target: str | None = None) -> Job:
@@ -49,8 +66,8 @@ def read_job(path: str | Path, target: str | None = None) -> Job:
     folder = Path(path).parent
 
     def beside(name: str) -> str | None:
-        found = folder / Path(name).name if not (folder / name).is_file() else folder / name
-        return read_text(found, "script") if found.is_file() else None
+        found = file_near(folder, name)
+        return read_text(found, "script") if found else None
 
     source = Source(text, Path(path).name, beside, function)
     if target is not None:
@@ -60,6 +77,8 @@ def read_job(path: str | Path, target: str | None = None) -> Job:
             return known.read(source)
     if trainers.reads(source):
         return trainers.read(source)
+    if re.search(r'"(model_type|architectures)"\s*:', text):
+        raise AutoparError(f"{path} is no job: it describes a model: give it as --model hf:{path}")
     raise AutoparError(
         f"{path} is no job that autopar knows: it has options of none of {', '.join(TARGETS)}"
     )

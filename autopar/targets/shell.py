@@ -10,7 +10,15 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.expansion import Expansion, Script, Value, is_known, shown_value, unknown
+from autopar.targets.expansion import (
+    CLOSE,
+    Expansion,
+    Script,
+    Value,
+    is_known,
+    shown_value,
+    unknown,
+)
 from autopar.targets.shell_syntax import Block, Command, Node, Part, Word, parse
 
 MOST_STEPS = 20_000
@@ -249,7 +257,7 @@ class _Reader(Expansion):
 
     def _source(self, name: str) -> None:
         # `source $(dirname $0)/common.sh`: the folder is not known, and is most often that of the script
-        known = name if is_known(name) else name.rpartition("/")[2]
+        known = name.rpartition(CLOSE)[2].lstrip("/") if not is_known(name) else name
         text = self.read_file(known) if known and is_known(known) else None
         if text is None:
             self.script.unread.append(shown_value(name))

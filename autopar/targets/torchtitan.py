@@ -98,6 +98,8 @@ WRITTEN = {
 }
 _POLICIES = {"none": "none", "full": "full", "op": "selective"}
 SCHEDULES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
+_V_SCHEDULES = "ZBVZeroBubble|DualPipeV"
+"""Schedules in which the first and the last stage lie on one rank."""
 _NEUTRAL = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|fault_tolerance|experimental|debug|"
     r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
@@ -148,6 +150,8 @@ def _of_toml(source: Source) -> dict[str, str]:
     except tomllib.TOMLDecodeError as error:
         raise AutoparError(f"{source.name} is no TOML: {error}") from None
     found = flat_texts(data)
+    if pp := found.get("experimental.pipeline_parallel_degree"):  # a micro-batch for each rank
+        found.setdefault("experimental.pipeline_parallel_microbatches", pp)
     return {EARLIER.get(name, name): value for name, value in found.items()}
 
 
@@ -286,7 +290,7 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     sharded = shard != 1 or cp > 1
     zero = (2 if reshard == "never" or (reshard == "default" and pp > 1) else 3) if sharded else 0
     vpp, stages = _stages(args, shape, pp, schedule) if pp > 1 else (1, ())
-    micro_batch, batch, seq = _batches(args, pp, replicas * shard if shard else None)
+    micro_batch, batch, accumulation, seq = _batches(args, pp)
     sequence_parallel = tp > 1 and args.flag(f"{P}enable_sequence_parallel") is not False
     return Layout(
         tp=tp,
@@ -299,6 +303,7 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
         stages=stages,
         micro_batch=micro_batch,
         global_batch=batch,
+        accumulation=accumulation,
         zero=zero,
         copies=replicas if sharded else 1,
         recompute=recompute,
@@ -308,9 +313,9 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     ), seq
 
 
-def _batches(args: Arguments, pp: int, dp: int | None) -> tuple[int, int | None, int]:
-    """(micro-batch, global batch or None, tokens of a sequence), from the names of 0.2 and 0.3 or
-    from those that count tokens.
+def _batches(args: Arguments, pp: int) -> tuple[int, int | None, int, int]:
+    """(micro-batch, global batch or None, micro-batches of a rank without one, tokens of a
+    sequence), from the names of 0.2 and 0.3 or from those that count tokens.
     """
     seq = args.whole(f"{T}seq_len", f"{T}max_context_length") or 2048
     tokens = args.whole(f"{T}num_tokens_per_microbatch_per_dp_rank")
@@ -321,22 +326,17 @@ def _batches(args: Arguments, pp: int, dp: int | None) -> tuple[int, int | None,
             else None
         )
         number = args.whole(f"{P}num_pp_microbatches") or 1
-        micro_batch = max(1, tokens // seq)
-        whole = micro_batch * number * dp if dp and pp > 1 else None
-        return micro_batch, step // seq if step else whole, seq
+        return max(1, tokens // seq), step // seq if step else None, number if pp > 1 else 1, seq
     local = args.whole(f"{T}local_batch_size", f"{T}batch_size") or 8
     text = args.values.get(f"{T}global_batch_size", "-1")
     batch = args.whole(f"{T}global_batch_size") if text != "-1" else None
     args.read.add(f"{T}global_batch_size")
+    number = args.whole(f"{P}pipeline_parallel_microbatches") or 0
     inside = args.whole(f"{P}pipeline_parallel_microbatch_size") or 1
-    if batch is None and pp > 1:
-        batch = local * dp if dp else None
-        if batch is None:
-            args.find(
-                "note",
-                "the global batch is that of one micro-batch for each rank: give --global-batch",
-            )
-    return (inside if pp > 1 else local), batch, seq
+    inside = max(1, local // number) if number else inside
+    if pp == 1:
+        return local, batch, 1, seq
+    return inside, batch, 1 if batch else max(1, local // inside), seq
 
 
 def split_layers(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
@@ -429,13 +429,30 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     if by.ep > 1 and shape.experts and shape.experts % by.ep:
         refuse(f"ep={by.ep} does not divide {shape.experts} experts", "num_experts must be divisible by expert_parallel_degree",
                *(f"--{P}expert_parallel_degree {d}" for d in divisors_near(shape.experts, by.ep)))  # fmt: skip
-    if by.pp > 1 and by.stages and len(by.stages) % by.pp:
-        refuse(f"{len(by.stages)} stages are not divisible by pp={by.pp}",
-               "Number of virtual stages must be divisible by pipeline parallel size")  # fmt: skip
-    if by.pp > 1 and by.vpp == 1 and by.schedule == "interleaved_1f1b":
-        refuse("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
-               f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
+    if by.pp > 1:
+        found += _refusals_of_pipeline(job)
     return [*found, *_refusals_of_config(job)]
+
+
+def _refusals_of_pipeline(job: Job) -> Iterator[Finding]:
+    """What torchtitan refuses while it cuts a model into stages."""
+    by, schedule = job.layout, job.flags.get(f"{P}pipeline_parallel_schedule", "")
+
+    def refused(what: str, theirs: str, *legal: str) -> Finding:
+        return Finding("refused", what, theirs, legal)
+
+    if by.stages and len(by.stages) % by.pp:
+        yield refused(f"{len(by.stages)} stages are not divisible by pp={by.pp}",
+               "Number of virtual stages must be divisible by pipeline parallel size")  # fmt: skip
+    if by.vpp == 1 and by.schedule == "interleaved_1f1b":
+        yield refused("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
+               f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
+    elif by.vpp > 1 and by.schedule in ("1f1b", "gpipe"):
+        yield refused(f"schedule {WRITTEN[by.schedule]} with {by.vpp} stages a rank",
+               "Single stage schedule requires exactly 1 stage per rank", f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
+    elif by.vpp != 2 and re.fullmatch(_V_SCHEDULES, schedule, re.I):
+        yield refused(f"a V schedule with {by.vpp} stages a rank", "v schedules assume 2 stages per rank",
+               f"--{P}pipeline_parallel_schedule Interleaved1F1B")  # fmt: skip
 
 
 def _refusals_of_config(job: Job) -> Iterator[Finding]:

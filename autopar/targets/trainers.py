@@ -115,7 +115,15 @@ def _engine(args: Arguments, source: Source) -> Job:
         zero = int(stage[1]) if stage else args.whole("zero_stage", least=0) or 0
         offload = ("parameters" if zero == 3 else "optimizer") if "offload" in file else "none"
         return Job("deepspeed", layout=Layout(zero=zero, offload=offload))
-    return Job("accelerate", layout=_fsdp(args))
+    layout = _fsdp(args)
+    if (
+        not layout.zero
+        and "fsdp" not in args.values
+        and not source.name.endswith((".sh", ".slurm"))
+    ):
+        args.find("unknown", "the file does not say what shards the states: read as whole copies (DDP)",
+                  legal=("autopar check the file of Accelerate or DeepSpeed, with --micro-batch",))  # fmt: skip
+    return Job("accelerate", layout=layout)
 
 
 def _fsdp(args: Arguments) -> Layout:

@@ -40,7 +40,8 @@ class Case:
     def source(self) -> Source:
         """The file."""
         if self.framework == "megatron":
-            lines = f"ARGS=(\n{_complete(self.text)}\n)\n"
+            head, _, options = self.text.rpartition("\n")
+            lines = f"{head}\nARGS=(\n{_complete(options)}\n)\n"
             return Source(lines + 'torchrun pretrain_gpt.py "${ARGS[@]}"\n', "train.sh")
         if self.framework == "torchtitan":
             command = "torchrun -m torchtitan.train --module llama3 --config llama3_8b"
@@ -123,9 +124,9 @@ MEGATRON = _megatron(
     ("interleaving on 2 ranks overlaps messages", f"{PP} 2 {_VIRTUAL} 2 --no-overlap-p2p-communication", "without overlapped messages"),
     ("ep needs experts", f"{EP} 2", "has no experts"),
     ("ep divides the experts", f"{EP} 8 {_MOE.replace('8', '12', 1)}", "does not divide 12 experts"),
-    ("etp x ep x pp divides the devices", f"{TP} 4 {EP} 4 --sequence-parallel {_MOE}", "does not divide 8 devices"),
-    ("experts with tp need sequence parallelism", f"{TP} 2 {_MOE}", "needs sequence parallelism"),
-    ("etp divides the width of experts", f"{TP} 4 --sequence-parallel {_MOE.replace('512', '510')}", "does not divide their width"),
+    ("etp x ep x pp divides the devices", f"{TP} 4 {EP} 4 --sequence-parallel {_MOE}", "does not divide 8 devices", False),
+    ("experts with tp need sequence parallelism", f"{TP} 2 {_MOE}", "needs sequence parallelism", False),
+    ("etp divides the width of experts", f"{TP} 4 --sequence-parallel {_MOE.replace('512', '510')}", "does not divide their width", False),
     ("experts with tp have no biases", f"{TP} 2 --sequence-parallel {_MOE.replace(' --disable-bias-linear', '')}", "experts with biases"),
     ("overlapped tp needs sequence parallelism", f"{TP} 2 --tp-comm-overlap", "without sequence parallelism"),
     ("overlapped gathers need sharded state", "--overlap-grad-reduce --overlap-param-gather", "without the distributed optimizer"),
@@ -139,9 +140,16 @@ MEGATRON = _megatron(
     ("FSDP2 excludes ep", f"{EP} 2 {_MOE} --use-torch-fsdp2 --untie-embeddings-and-output-weights", "FSDP2 with expert"),
     ("FSDP2 excludes the distributed optimizer", "--use-torch-fsdp2 --use-distributed-optimizer", "FSDP2 with the distributed"),
     ("Megatron-FSDP has its checkpoints", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "another checkpoint"),
+    ("tp and cp want one connection", f"export CUDA_DEVICE_MAX_CONNECTIONS=8\n{TP} 2", "CUDA_DEVICE_MAX_CONNECTIONS=8 with tp"),
+    ("Megatron-FSDP forbids one connection", "export CUDA_DEVICE_MAX_CONNECTIONS=1\n--use-megatron-fsdp --ckpt-format fsdp_dtensor "
+     "--data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion --use-distributed-optimizer",
+     "CUDA_DEVICE_MAX_CONNECTIONS=1 with FSDP"),
     ("copies divide dp x cp", "--use-distributed-optimizer --num-distributed-optimizer-instances 3", "do not divide dp x cp", False),
 )  # fmt: skip
 P = "--parallelism."
+_PIPED = (
+    f"{P}pipeline_parallel_degree 2 --training.disable_cuda_graphs {P}pipeline_parallel_schedule"
+)
 TORCHTITAN = (
     Case("torchtitan", "replicate x shard x cp x tp x pp is the world", f"{P}data_parallel_shard_degree 3", "there are 8 devices"),
     Case("torchtitan", "2 x tp x cp divides the sequence",
@@ -149,6 +157,11 @@ TORCHTITAN = (
          "no multiple of 16", False),
     Case("torchtitan", "tp divides the heads", f"{P}tensor_parallel_degree 16", "does not divide 8 heads of keys", False, 16),
     Case("torchtitan", "a pipeline has no CUDA graphs", f"{P}pipeline_parallel_degree 2", "with CUDA graphs"),
+    Case("torchtitan", "1F1B has a stage a rank", f"{_PIPED} 1F1B {P}pipeline_parallel_layers_per_stage 8", "with 2 stages a rank", False),
+    Case("torchtitan", "interleaving has 2 stages a rank or more",
+         f"{_PIPED} Interleaved1F1B {P}pipeline_parallel_layers_per_stage 17", "with one stage a rank", False),
+    Case("torchtitan", "V schedules have 2 stages a rank", f"{_PIPED} ZBVZeroBubble {P}pipeline_parallel_layers_per_stage 4",
+         "a V schedule with", False),
     Case("torchtitan", "micro-batches divide the local batch", f"{P}pipeline_parallel_degree 2 --training.disable_cuda_graphs "
          f"--training.local_batch_size 5 {P}pipeline_parallel_microbatch_size 2", "no multiple of the micro-batch"),
     Case("torchtitan", "a memory budget needs torch.compile",

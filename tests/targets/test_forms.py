@@ -123,6 +123,24 @@ def test_verl(tmp_path) -> None:
     assert (job.seq, job.gpus, job.facts.precision) == (1024, 16, "bf16")
 
 
+def test_verl_as_yaml(tmp_path) -> None:
+    text = """
+data: {max_prompt_length: 512, max_response_length: 512}
+actor_rollout_ref:
+  actor:
+    ppo_mini_batch_size: 256
+    ppo_micro_batch_size_per_gpu: 4
+    megatron: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, param_offload: true}
+  rollout: {tensor_model_parallel_size: 2, n: 5}
+critic: {megatron: {tensor_model_parallel_size: 8}}
+trainer: {n_gpus_per_node: 8, nnodes: 1}
+"""
+    job = job_of(tmp_path, "ppo.yaml", text)
+    by = job.layout
+    assert (by.tp, by.pp, by.micro_batch, by.global_batch, job.seq) == (1, 2, 4, 1280, 1024)
+    assert job.unpriced == () and said(job, "contradiction", "unknown") == ""
+
+
 def test_nemo_yaml(tmp_path) -> None:
     text = """
 trainer: {devices: 8, num_nodes: 2, precision: bf16-mixed, max_steps: 100}
@@ -322,6 +340,187 @@ def test_accelerate_with_a_file_of_deepspeed(tmp_path) -> None:
     assert (job.layout.zero, job.layout.offload, job.facts.precision) == (3, "parameters", "bf16")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "${DIR}/models/small.sh",
+        '"$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)/models/small.sh"',
+        "$(dirname $0)/../scripts/models/small.sh",
+        "/root/repository/scripts/models/small.sh",
+        "scripts/models/small.sh",
+    ],
+)
+def test_files_that_a_script_names_from_elsewhere(name: str, tmp_path) -> None:
+    (tmp_path / "scripts/models").mkdir(parents=True)
+    (tmp_path / "scripts/models/small.sh").write_text(f"MODEL_ARGS=({MODEL})\n")
+    text = f"DIR=$(cd $(dirname $0) && pwd)\nsource {name}\n"
+    text += "torchrun --nproc-per-node 8 pretrain_gpt.py ${MODEL_ARGS[@]} --micro-batch-size 1"
+    job = job_of(tmp_path / "scripts", "run.sh", text)
+    assert (job.shape.layers, job.gpus) == (12, 8) and said(job, "unknown") == ""
+
+
+def test_files_of_deepspeed_above_the_script(tmp_path) -> None:
+    (tmp_path / "shell/second").mkdir(parents=True)
+    (tmp_path / "zero1.json").write_text('{"zero_optimization": {"stage": 1}}')
+    text = "torchrun train.py --per_device_train_batch_size 4 --deepspeed zero1.json"
+    assert job_of(tmp_path / "shell/second", "run.sh", text).layout.zero == 1
+
+
+def test_programs_that_do_not_train(tmp_path) -> None:
+    text = f"torchrun tools/run_text_generation_server.py {MODEL}"
+    with pytest.raises(
+        AutoparError, match=r"run_text_generation_server\.py of run\.sh does not train"
+    ):
+        job_of(tmp_path, "run.sh", text)
+
+
+def test_a_description_of_a_model_is_no_job(tmp_path) -> None:
+    text = '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}'
+    with pytest.raises(AutoparError, match="it describes a model: give it as --model hf:"):
+        job_of(tmp_path, "config.json", text)
+
+
+def test_micro_batches_that_no_option_says(tmp_path) -> None:
+    job = job_of(tmp_path, "run.sh", f"torchrun pretrain_gpt.py {MODEL}")
+    assert "micro_batch_size does not stand in the file: 1 is taken" in said(job, "unknown")
+
+
+def test_nemo_launcher(tmp_path) -> None:
+    text = """
+defaults: [_self_, optional tp_overlap@model.ub]
+run: {name: a, time_limit: "0:30:00"}
+trainer: {devices: 8, num_nodes: 1, precision: bf16}
+model:
+  mcore_gpt: true
+  mm_cfg: {vision_encoder: {hidden_size: 32, num_attention_heads: 2}}
+  micro_batch_size: 1
+  global_batch_size: 32
+  tensor_model_parallel_size: 2
+  hidden_size: 64
+  num_attention_heads: 4
+  ub_tp_comm_overlap: true
+  optim: {name: mcore_distributed_optim, overlap_grad_sync: true, grad_sync_dtype: bf16}
+"""
+    job = job_of(tmp_path, "gpt.yaml", text)
+    facts = job.facts
+    assert (job.layout.zero, facts.dp_overlap, facts.tp_overlap, facts.grads) == (
+        1,
+        True,
+        True,
+        "bf16",
+    )
+    assert (job.shape.hidden, job.shape.heads) == (64, 4) and job.unpriced == ()
+    sharded = text.replace("ub_tp_comm_overlap: true", "fsdp: true")
+    assert job_of(tmp_path, "gpt.yaml", sharded).layout.zero == 3
+
+
+def test_overrides_of_a_configuration(tmp_path) -> None:
+    text = """python3 main.py training=gpt3/5b data_dir=/data stages=[training] \\
+    training.model.micro_batch_size=4 training.model.tensor_model_parallel_size=2
+"""
+    job = job_of(tmp_path, "run.sh", text)
+    assert "the values of training/gpt3/5b.yaml count too" in said(job, "unknown")
+    (tmp_path / "training/gpt3").mkdir(parents=True)
+    base = "model: {micro_batch_size: 1, pipeline_model_parallel_size: 4, encoder_seq_length: 2048}"
+    (tmp_path / "training/gpt3/5b.yaml").write_text(base)
+    by = (job := job_of(tmp_path, "run.sh", text)).layout
+    assert (by.micro_batch, by.tp, by.pp, job.seq) == (4, 2, 4, 2048) and said(job, "unknown") == ""
+
+
+NEMO_RL = """
+policy:
+  train_global_batch_size: 512
+  train_micro_batch_size: 2
+  max_total_sequence_length: 4096
+  precision: bfloat16
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 1, activation_checkpointing: false}
+  megatron_cfg:
+    enabled: false
+    activation_checkpointing: false
+    recompute_granularity: full
+    tensor_model_parallel_size: 1
+    pipeline_model_parallel_size: 1
+    fp8_cfg: {enabled: false, fp8: e4m3, fp8_recipe: blockwise}
+    optimizer: {optimizer: adam, bf16: true, use_distributed_optimizer: true}
+  generation: {colocated: {resources: {num_nodes: 3}}, vllm_cfg: {data_parallel_size: 7}}
+cluster: {num_nodes: 1, gpus_per_node: 8}
+"""
+
+
+def test_what_a_yaml_extends_and_switches_off(tmp_path) -> None:
+    with pytest.raises(AutoparError, match="no job"):
+        job_of(tmp_path, "base.yaml", NEMO_RL)
+    over = """
+defaults: {base}
+policy:
+  dtensor_cfg: {{enabled: false}}
+  megatron_cfg: {{enabled: true, tensor_model_parallel_size: 4, pipeline_model_parallel_size: null}}
+cluster: {{num_nodes: 2}}
+"""
+    (tmp_path / "recipes").mkdir()
+    folder = tmp_path / "recipes"
+    job = job_of(folder, "a.yaml", over.format(base="../base.yaml"))
+    by = job.layout
+    assert (by.tp, by.pp, by.dp, by.zero, by.micro_batch, by.global_batch) == (
+        4,
+        1,
+        None,
+        1,
+        2,
+        512,
+    )
+    assert (job.seq, job.gpus, job.facts.fp8, by.recompute) == (4096, 16, "", "none")
+    assert "the values of other.yaml count too" in said(
+        job_of(folder, "b.yaml", over.format(base="other.yaml") + "micro_batch_size: 1"), "unknown"
+    )
+    on = over.replace("enabled: true,", "enabled: true, activation_checkpointing: true,")
+    assert job_of(folder, "c.yaml", on.format(base="../base.yaml")).layout.recompute == "full"
+
+
+def test_files_that_extend_each_other_end(tmp_path) -> None:
+    text = "defaults: a.yaml\nmicro_batch_size: 1\nglobal_batch_size: 8\n"
+    assert "the values of a.yaml count too" in said(job_of(tmp_path, "a.yaml", text), "unknown")
+
+
+def test_slime(tmp_path) -> None:
+    text = f"""PERF_ARGS=(--tensor-model-parallel-size 2 --use-dynamic-batch-size --max-tokens-per-gpu 9216)
+ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 {MODEL.replace("--seq-length 1024", "")} \\
+    --global-batch-size 64 --rollout-max-response-len 8192 ${{PERF_ARGS[@]}}
+"""
+    job = job_of(tmp_path, "run.sh", text)
+    assert (job.layout.zero, job.facts.precision, job.gpus, job.seq) == (1, "bf16", 16, 8192)
+
+
+def test_pipelines_of_torchtitan_without_a_global_batch(tmp_path) -> None:
+    text = "[training]\nlocal_batch_size = 8\n[parallelism]\npipeline_parallel_degree = 4\n"
+    by = job_of(tmp_path, "a.toml", text).layout
+    assert (by.micro_batch, by.micro_batches_on(16), by.batch_on(16)) == (1, 8, 32)
+    earlier = "[training]\nbatch_size = 8\ntensor_parallel_degree = 1\n[experimental]\npipeline_parallel_degree = 4\n"
+    by = job_of(tmp_path, "b.toml", earlier).layout
+    assert (by.micro_batch, by.micro_batches_on(16)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "adapters"),
+    [
+        ("--lora_enable True --lora_r 128", True),
+        ("--use_llm_lora 16", True),
+        ("--lora_r 8", True),
+        ("--use_lora False --lora_r 8", False),
+        ("--use_llm_lora 0", False),
+        ("--train_type full --lora_rank 8", False),
+    ],
+)
+def test_low_rank_adapters(options: str, adapters: bool, tmp_path) -> None:
+    text = f"torchrun train.py --per_device_train_batch_size 1 {options}"
+    assert ("low-rank" in said(job_of(tmp_path, "a.sh", text), "unknown")) is adapters
+
+
+def test_sharding_that_another_file_says(tmp_path) -> None:
+    text = "model_name_or_path: a/b\nper_device_train_batch_size: 1\nbf16: true\n"
+    assert "what shards the states" in said(job_of(tmp_path, "sft.yaml", text), "unknown")
+
+
 EFFECTS = {
     "a.sh": f"X=$(touch ran)\nY=`touch ran`\neval 'touch ran'\n: ${{Z:=$(touch ran)}}\nA=(1); B=$((A[$(touch ran)]))\n"
     "cat <<EOF > /dev/null\n$(touch ran)\nEOF\nsource <(touch ran)\ntouch ran | true\n"
@@ -335,6 +534,10 @@ EFFECTS = {
     "g.sh": "torchrun train.py --per_device_train_batch_size $(touch ran) --deepspeed `touch ran`\n",
     "h.json": '{"zero_optimization": {"stage": "$(touch ran)"}, "train_batch_size": "__import__(\'os\').system(\'touch ran\')"}',
     "i.toml": '[parallelism]\nmodule_fqns_per_model_part = "__import__(\'os\').system(\'touch ran\')"\npipeline_parallel_degree = 2\n',
+    "k.yaml": "defaults: ['$(touch ran)', {a: '`touch ran`'}]\nextends: !!python/object/apply:os.system ['touch ran']\n"
+    "micro_batch_size: 1\nseq_length: 8\n",
+    "l.sh": "source $(touch ran)/a.sh\n. `touch ran`\npython main.py training=$(touch ran)/a --config-name `touch ran` "
+    "model.micro_batch_size=1 model.num_layers=2\n",
     "j.yaml": "num_layers: '${oc.eval:__import__(\"os\").system(\"touch ran\")}'\nhidden_size: '${NAME:$(touch ran)}'\nseq_length: 8\n",
 }  # fmt: skip
 
