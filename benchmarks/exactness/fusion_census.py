@@ -88,17 +88,23 @@ def names() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+class _OutOfTime(BaseException):
+    """Ends what is limited; no handler of errors in between takes it for one of the model."""
+
+
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
     """A context that raises TimeoutError after `seconds`."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"not done in {seconds} s")
+        raise _OutOfTime
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
+    except _OutOfTime:
+        raise TimeoutError(f"not done in {seconds} s") from None
     finally:
         signal.alarm(0)
 
