@@ -13,7 +13,8 @@ Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/valida
 With `--train` each fused model also trains three steps in fp64 under dp=2, tp=2, cp=2 and pp=2, on two processes each.  The first loss
 and the update of all steps are compared with those of the unfused model in eager mode.  A mesh that the model does not allow is listed.
 
-A row of the log is one architecture.  The end prints the share that is fused, by kind, and each miss with its reason.
+A row of the log is one architecture at one commit.  The end prints the share that is fused, by kind, each miss with its reason, and
+the rows.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from torch.fx import Node
@@ -65,6 +68,7 @@ class Row:
     """One architecture: by kind how many were found and fused, and the reason of each miss; or why it was not traced.
 
     `trained` has by mesh the relative errors of the first loss and of three steps' update; `untrained` says by mesh why there are none.
+    `commit` is the last one that changed the planner or its kernels.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Row:
     untraced: str = ""
     trained: dict[str, tuple[float, float]] = field(default_factory=dict)
     untrained: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
 
 
 def names() -> list[str]:
@@ -83,17 +88,23 @@ def names() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+class _OutOfTime(BaseException):
+    """Ends what is limited; no handler of errors in between takes it for one of the model."""
+
+
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
     """A context that raises TimeoutError after `seconds`."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"not done in {seconds} s")
+        raise _OutOfTime
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
+    except _OutOfTime:
+        raise TimeoutError(f"not done in {seconds} s") from None
     finally:
         signal.alarm(0)
 
@@ -109,8 +120,16 @@ def census(name: str, limit_s: int, train: bool = False) -> Row:
             model = trace(spec.build("meta"), spec.example_inputs(ROWS, SEQ), None, "bf16")
             row = counted(name, model)
     except Exception as error:  # whatever a model or its capture raises is the answer
-        return Row(name, untraced=reason_of(error))
+        return Row(name, untraced=reason_of(error), commit=commit())
+    row = replace(row, commit=commit())
     return trained(row, limit_s) if train else row
+
+
+@cache
+def commit() -> str:
+    """The short name of the last commit that changed the planner or its kernels."""
+    command = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "autopar", "kernels"]
+    return subprocess.check_output(command, cwd=Path(__file__).parents[2], text=True).strip()
 
 
 def reason_of(error: Exception) -> str:
@@ -229,8 +248,8 @@ def spelled(nodes: Iterable[Node]) -> str:
 
 
 def report(rows: list[Row]) -> str:
-    """A text: for each kind the share that is fused, then a line for each miss, then the models
-    that were not traced.
+    """A text: for each kind the share that is fused, then a line for each miss. The models that were
+    not traced follow, and a line for each row with its commit.
     """
     traced = [row for row in rows if not row.untraced]
     lines = [f"{len(traced)} of {len(rows)} architectures traced"]
@@ -252,6 +271,9 @@ def report(rows: list[Row]) -> str:
         ]
     lines += training(traced)
     lines += [f"untraced {row.name}: {row.untraced}" for row in rows if row.untraced]
+    for row in rows:
+        counts = (f"{kind} {row.fused[kind]}/{row.found[kind]}" for kind in OPS if not row.untraced)
+        lines.append(f"row {row.name} at {row.commit}: {', '.join(counts) or 'untraced'}")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ peak of all its processes; gap is the certificate's.  A part whose list is empty
 number) is left out.
 
 `--fuse` plans each named model with fuse=off and with fuse=all, one after the other, and prints both.
+It gives wall time and processor time of planning: user seconds of the process and its helpers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Took:
     """What one plan took: seconds of the whole process, and of imports, trace and search in it, and
-    peak bytes. `plan` describes it, and `step_s` and `memory_bytes` are what it predicts.
+    peak bytes. `user_s` is the processor time of trace and search, helpers included. `plan` describes
+    it, and `step_s` and `memory_bytes` are what it predicts.
     `candidates` counts the entries of its certificate. If there is no plan, `error` says why.
     """
 
@@ -78,6 +80,7 @@ class Took:
     candidates: int = 0
     error: str = ""
     memory_bytes: int = 0
+    user_s: float = 0.0
 
     @property
     def plan_s(self) -> float:
@@ -132,7 +135,7 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     from autopar.text.plan_words import short_words
 
     warnings.simplefilter("ignore")
-    imported_s = time.perf_counter()
+    imported_s, imported_user_s = time.perf_counter(), _user_s()
     spec, cluster = parse_model(asked.model), ClusterSpec.parse(asked.cluster)
     traced = api.trace_spec(spec, asked.seq)
     traced_s = time.perf_counter()
@@ -160,7 +163,14 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
         plan.certificate.gap,
         len(plan.certificate.meshes),
         memory_bytes=max(plan.predicted.peak_memory_bytes),
+        user_s=_user_s() - imported_user_s,
     )
+
+
+def _user_s() -> float:
+    """User seconds of this process and of the helpers of its searches that have ended."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(resource.getrusage(who).ru_utime for who in whose)
 
 
 def _peak_bytes() -> int:
@@ -214,12 +224,15 @@ def of_both(asked: Asked, off: Took, on: Took) -> str:
         return f"{asked.name:22s} {(off.error or on.error)[:100]}"
     numbers = [
         (off.plan_s, on.plan_s, " s", ".1f"),
+        (off.user_s, on.user_s, " s", ".1f"),
         (1e3 * off.step_s, 1e3 * on.step_s, " ms", ",.1f"),
         (off.memory_bytes / 2**30, on.memory_bytes / 2**30, " GiB", ".1f"),
     ]
     cells = [f"{a:{form}} -> {b:{form}}{unit} {b / a:.3f}" for a, b, unit, form in numbers]
     plans = f"{off.plan} -> {'the same' if on.plan == off.plan else on.plan}"
-    return f"{asked.name:22s} {cells[0]:>24s} {cells[1]:>34s} {cells[2]:>26s}  {plans}"
+    return (
+        f"{asked.name:22s} {cells[0]:>24s} {cells[1]:>24s} {cells[2]:>34s} {cells[3]:>26s}  {plans}"
+    )
 
 
 def ratio(took: dict[int, Took]) -> str:
@@ -236,7 +249,9 @@ def both(cases: Sequence[Asked], time_limit_s: float, say: Callable[[str], None]
     """Plan each case with fuse=off and with fuse=all, in separate processes. Passes one line of text
     for both to `say`, and returns all results.
     """
-    say(f"\nfuse=off -> fuse=all\n{'':22s} {'plan':>24s} {'step':>34s} {'memory':>26s}  chosen")
+    say(
+        f"\nfuse=off -> fuse=all\n{'':22s} {'plan':>24s} {'processor':>24s} {'step':>34s} {'memory':>26s}  chosen"
+    )
     found = []
     for asked in cases:
         pair = [
@@ -245,6 +260,16 @@ def both(cases: Sequence[Asked], time_limit_s: float, say: Callable[[str], None]
         ]
         say(of_both(asked, *pair))
         found += pair
+    totals = [
+        (sum(one.plan_s for one in half), sum(one.user_s for one in half))
+        for half in (found[::2], found[1::2])
+    ]
+    (off_s, off_user_s), (on_s, on_user_s) = totals
+    if off_user_s:
+        say(
+            f"together: {off_s:.1f} -> {on_s:.1f} s {on_s / off_s:.3f}, "
+            f"processor {off_user_s:.1f} -> {on_user_s:.1f} s {on_user_s / off_user_s:.3f}"
+        )
     return found
 
 
