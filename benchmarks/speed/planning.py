@@ -260,12 +260,11 @@ def both(cases: Sequence[Asked], time_limit_s: float, say: Callable[[str], None]
         ]
         say(of_both(asked, *pair))
         found += pair
-    totals = [
-        (sum(one.plan_s for one in half), sum(one.user_s for one in half))
-        for half in (found[::2], found[1::2])
-    ]
-    (off_s, off_user_s), (on_s, on_user_s) = totals
-    if off_user_s:
+    if found and not any(one.error for one in found):
+        (off_s, off_user_s), (on_s, on_user_s) = (
+            (sum(one.plan_s for one in half), sum(one.user_s for one in half))
+            for half in (found[::2], found[1::2])
+        )
         say(
             f"together: {off_s:.1f} -> {on_s:.1f} s {on_s / off_s:.3f}, "
             f"processor {off_user_s:.1f} -> {on_user_s:.1f} s {on_user_s / off_user_s:.3f}"

@@ -97,8 +97,8 @@ def test_what_is_printed(monkeypatch, capsys, tmp_path):
 
 def test_plans_with_and_without_fusion(monkeypatch, capsys):
     took = {
-        "off": replace(TOOK, memory_bytes=2 * 2**30),
-        "all": replace(TOOK, plan="dp=4 2x1", step_s=0.4, memory_bytes=2**30),
+        "off": replace(TOOK, user_s=2.0, memory_bytes=2 * 2**30),
+        "all": replace(TOOK, plan="dp=4 2x1", user_s=3.0, step_s=0.4, memory_bytes=2**30),
     }
     monkeypatch.setattr(planning, "plan_afresh", lambda asked, limit: took[asked.pin["fuse"]])
     arguments = ["--gpus", "--layers", "--fuse", "--cases"]
@@ -106,11 +106,14 @@ def test_plans_with_and_without_fusion(monkeypatch, capsys):
     text = capsys.readouterr().out
     for words in (
         "2.5 -> 2.5 s 1.000",
+        "2.0 -> 3.0 s 1.500",
         "500.0 -> 400.0 ms 0.800",
         "2.0 -> 1.0 GiB 0.500",
         "dp=8 1x1 -> dp=4 2x1",
     ):
         assert words in text
+    assert "together: 2.5 -> 2.5 s 1.000, processor 2.0 -> 3.0 s 1.500" in text
     took["all"] = replace(TOOK, error="nothing fits")
     assert main([*arguments, "llama3-8b/64"]) == 1
-    assert "nothing fits" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "nothing fits" in text and "together" not in text
