@@ -97,6 +97,7 @@ def find_best(
         groups=solved_together(candidates),
         candidates=candidates,
         glances_s=found.glances_s,
+        likely=frozenset(likely),
         restager=Restager(annotate, spec.room_bytes, cell_of, found.cells),
         processes=limits.processes if found.solve_time_s > limits.alone_s else 1,
         tell=progress or (lambda line: None),

@@ -75,6 +75,32 @@ def test_several_processes_find_the_same_runners_up(monkeypatch):
     assert plans[0].certificate.runners_up == plans[1].certificate.runners_up
 
 
+def test_layouts_of_recipes_are_among_those_that_are_sketched(monkeypatch):
+    sketched, asked, real = [], [], planner.common_layouts
+
+    def layouts(candidates, devices_per_node):
+        asked.extend(candidates[n] for n in real(candidates, devices_per_node))
+        return real(candidates, devices_per_node)
+
+    class Watched(planner.Restager):
+        def likely_s(self, part):
+            sketched.extend(part.group)
+            return super().likely_s(part)
+
+    monkeypatch.setattr(planner, "common_layouts", layouts)
+    monkeypatch.setattr(planner, "Restager", Watched)
+    monkeypatch.setattr(families, "SKETCHED", 1)
+    t = task(MODEL, CLUSTER, 8, 64)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL, runners_up=True)
+    plan = planner.plan_traced(t.traced, request, processes=1)
+    found = {entry["family"] for entry in plan.certificate.runners_up if entry["solved"]}
+    common = {families.family_of(c) for c in asked}
+    assert found & common
+    for family in found & common:
+        assert any(c in asked for c in sketched if families.family_of(c) == family)
+        assert any(c not in asked for c in sketched if families.family_of(c) == family)
+
+
 def test_the_plan_is_within_the_tolerance_and_no_more_complicated_than_the_fastest():
     fastest = planned(0.0)
     for tolerance in (0.02, 0.2, 0.9):

@@ -2,14 +2,15 @@
 
 A family is a set of candidates, such as all pipelines with tensor parallelism. Its candidates are
 ordered by the first bound of the search, which knows no memory. The first `SKETCHED` whose
-parameters fit are sketched with memory, and the `STAGED` most promising ones are solved. These
-counts limit the work, not the time, so that equal requests give equal runners-up.
+parameters fit are sketched with memory, and as many of those that recipes use. The `STAGED` most
+promising ones are solved. These counts limit the work, not the time, so that equal requests give
+equal runners-up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -74,13 +75,15 @@ class FamilyBest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
-    that are solved together. `glances_s` has the first bound of each candidate in seconds. At most
-    `processes` work at once; `tell` is called with a line of text if one cannot be started.
+    that are solved together. `glances_s` has the first bound of each candidate in seconds, `likely`
+    the indices of those that recipes use. At most `processes` work at once; `tell` is called with a
+    line of text if one cannot be started.
     """
 
     groups: Sequence[Sequence[int]]
     candidates: Sequence[Candidate]
     glances_s: Sequence[float]
+    likely: Collection[int]
     restager: Restager
     processes: int
     tell: Callable[[str], None]
@@ -98,7 +101,7 @@ class Rivals:
         found = []
         if first is not None and (family := family_of(first[0])) in families:
             families.remove(family)
-            found.append(FamilyBest(family, len(self._parts(family)), 1, first, None))
+            found.append(FamilyBest(family, sum(map(len, self._parts(family))), 1, first, None))
         self._find([one for one in FAMILIES if one in families - self.known.keys()])
         found += [self._best(family) for family in families]
         return sorted(found, key=lambda best: (best.time_s, FAMILIES.index(best.family)))
@@ -129,21 +132,26 @@ class Rivals:
     def _best(self, family: str) -> FamilyBest:
         """The best plan that was found of a family."""
         if family not in self.known:
-            parts = self._parts(family)
-            best, solved = _best_of(self.restager, parts)
+            common, others = self._parts(family)
+            best, solved = _best_of(self.restager, common, others)
             plan = None if best is None else (best.candidate, best.staged.solution)
-            self.known[family] = FamilyBest(family, len(parts), solved, plan, best)
+            self.known[family] = FamilyBest(family, len(common) + len(others), solved, plan, best)
         return self.known[family]
 
-    def _parts(self, family: str) -> list[Part]:
-        """The plans of a family, the most promising candidates first."""
-        groups = [[self.candidates[n] for n in group] for group in self.groups]
-        turns = [
-            (self.glances_s[numbers[0]], place)
-            for place, (numbers, group) in enumerate(zip(self.groups, groups, strict=True))
-            if family_of(group[0]) == family
-        ]
-        return [parts_of(groups[place]) for _, place in sorted(turns)]
+    def _parts(self, family: str) -> tuple[list[Part], list[Part]]:
+        """(the plans of a family that recipes use, all others), the most promising candidates
+        first.
+        """
+        turns: tuple[list[tuple[float, int]], ...] = [], []
+        for place, numbers in enumerate(self.groups):
+            if family_of(self.candidates[numbers[0]]) == family:
+                is_other = set(numbers).isdisjoint(self.likely)
+                turns[is_other].append((self.glances_s[numbers[0]], place))
+        common, others = (
+            [parts_of([self.candidates[n] for n in self.groups[place]]) for _, place in sorted(of)]
+            for of in turns
+        )
+        return common, others
 
 
 def simpler_of(
@@ -172,13 +180,18 @@ def same_layout_s(restager: Restager, chosen: Candidate) -> float | None:
     return None if best is None else best.time_s
 
 
-def _best_of(restager: Restager, parts: Sequence[Part]) -> tuple[Restaged | None, int]:
-    """(the fastest plan that was found in the most promising of `parts`, or None; how many were
-    solved).
+def _best_of(restager: Restager, *several: Sequence[Part]) -> tuple[Restaged | None, int]:
+    """(the fastest plan that was found in the most promising parts of `several` lists, or None; how
+    many were solved).
     """
-    promising = sorted(_promising(restager, parts))[:STAGED]
-    best, _ = fastest(restager, [parts[number] for _, number in promising], inf)
-    return best, len(promising)
+    promising = [
+        (likely_s, place, parts[number])
+        for place, parts in enumerate(several)
+        for likely_s, number in _promising(restager, parts)
+    ]
+    promising.sort(key=lambda turn: turn[:2])
+    best, _ = fastest(restager, [part for *_, part in promising[:STAGED]], inf)
+    return best, len(promising[:STAGED])
 
 
 def _promising(restager: Restager, parts: Sequence[Part]) -> Iterator[tuple[float, int]]:
