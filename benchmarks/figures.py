@@ -205,7 +205,7 @@ def plan_figures(
     planner = Planner(Asked(model=model, cluster=cluster, global_batch=batch), lambda text: None)
     pin = parse_pins(pins)
     plan = planner.plan(pin)
-    report = planner.report(plan, pin, {})
+    report = planner.report(plan, pin)
     found = {figure.name: figure for figure in report.svgs()}
     for figure in found.values():
         figure.name = f"{prefix}-{figure.name}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 from support.report_plans import CASES, plan_of, report_of, request_of, timeline_of, traced_of
@@ -143,6 +146,29 @@ def test_a_file_may_be_compressed(tmp_path):
     (tmp_path / "odd.json").write_text("{}")
     with pytest.raises(AutoparError, match="no Chrome trace"):
         read_trace(tmp_path / "odd.json")
+
+
+@pytest.mark.skipif(
+    "TRACE_PROCESSOR" not in os.environ,
+    reason="TRACE_PROCESSOR does not name Perfetto's trace_processor",
+)
+@pytest.mark.parametrize("case", ["1f1b", "interleaved", "zero bubble"])
+def test_perfetto_reads_every_slice(case, tmp_path):
+    path = tmp_path / "trace.json.gz"
+    report_of(case).save_trace(path)
+    slices = sum(event["ph"] == "X" for event in read_trace(path)["traceEvents"])
+    assert asked_perfetto("select count(*) from slice", path) == [str(slices)]
+    faults = "select name from stats where severity = 'error' and value > 0"
+    assert asked_perfetto(faults, path) == []
+
+
+def asked_perfetto(query: str, trace: Path) -> list[str]:
+    """The rows that Perfetto's trace processor prints for a query on a trace, without the header."""
+    sql = trace.with_name("query.sql")
+    sql.write_text(query)
+    command = [os.environ["TRACE_PROCESSOR"], "-q", str(sql), str(trace)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [line for line in done.stdout.splitlines()[1:] if line]
 
 
 def test_faults_are_found():
