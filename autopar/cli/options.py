@@ -133,19 +133,6 @@ tolerance = click.option("--tolerance", type=click.FloatRange(min=0, max=1, max_
                          help="Fraction by which a simpler plan may take longer than the fastest.")  # fmt: skip
 
 
-_SOFTWARE = {
-    "software": click.option("--software", metavar="NAME", help="How this framework runs the plan: torchtitan, megatron-core, nemo, "
-                             "deepspeed, nanotron, transformers and others (default: autopar)."),
-    "compiled": click.option("--compile", "compiled", is_flag=True, help="Predict for torch.compile."),
-    "fp8_scaling": click.option("--fp8", "fp8_scaling", type=click.Choice(list(SCALINGS)),
-                                help="Linear layers multiply in fp8, scaled by this recipe."),
-    "attention_kernel": click.option("--attention-kernel", type=click.Choice(NAMED["attention_kernel"]),
-                                     help="Default: the fastest that was measured on the device."),
-    "loss_kernel": click.option("--loss-kernel", type=click.Choice(NAMED["loss_kernel"]), help="Of the cross-entropy."),
-    "state_recipe": click.option("--state-recipe", type=click.Choice(NAMED["state_recipe"]),
-                                 help="Precisions of gradients and optimizer state (default: fp32)."),
-}  # fmt: skip
-"""Options for the software: a framework, and parts by field of `Software`."""
 _FLAGS = {
     "compiled": "--compile",
     "fp8_scaling": "--fp8",
@@ -153,7 +140,20 @@ _FLAGS = {
     "loss_kernel": "--loss-kernel",
     "state_recipe": "--state-recipe",
 }
-"""The names of the options for parts."""
+"""The names of the options for parts of the software, by field of `Software`."""
+_SOFTWARE = {
+    "software": click.option("--software", metavar="NAME", help="How this framework runs the plan: torchtitan, megatron-core, nemo, "
+                             "deepspeed, nanotron, transformers and others (default: autopar)."),
+    "compiled": click.option(_FLAGS["compiled"], "compiled", is_flag=True, help="Predict for torch.compile."),
+    "fp8_scaling": click.option(_FLAGS["fp8_scaling"], "fp8_scaling", type=click.Choice(list(SCALINGS)),
+                                help="Linear layers multiply in fp8, scaled by this recipe."),
+    "attention_kernel": click.option(_FLAGS["attention_kernel"], type=click.Choice(NAMED["attention_kernel"]),
+                                     help="Default: the fastest that was measured on the device."),
+    "loss_kernel": click.option(_FLAGS["loss_kernel"], type=click.Choice(NAMED["loss_kernel"]), help="Of the cross-entropy."),
+    "state_recipe": click.option(_FLAGS["state_recipe"], type=click.Choice(NAMED["state_recipe"]),
+                                 help="Precisions of gradients and optimizer state (default: fp32)."),
+}  # fmt: skip
+"""Options for the software: a framework, and its parts."""
 
 
 def together(*options: Callable) -> Callable[[Callable], Callable]:

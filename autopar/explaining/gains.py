@@ -55,16 +55,18 @@ def gain_words(n: Numbers, place: int) -> list[str | Number]:
     ]  # fmt: skip
 
 
-def gains(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[Gain]:
+def gains(
+    plan: Plan, traced: TracedModel, request: PlanRequest, step_s: float | None = None
+) -> list[Gain]:
     """The changes of the software that save `LEAST` of the simulated step of a plan on GPUs, what
     takes least effort first. Each is alone, and the layout stays. `request` is what the plan was
-    made for. Raises AutoparError as `plan_costs`.
+    made for. `step_s` is the replayed step time, if it is known. Raises AutoparError as `plan_costs`.
     """
     from autopar.recheck.replay import replay  # torch, which the words do not need
 
     if request.cluster.device_type != "cuda":
         return []
-    before_s = replay(plan, traced, request).replayed_s
+    before_s = step_s if step_s is not None else replay(plan, traced, request).replayed_s
     found = []
     for field, value, change in _possible(request):
         software = replace(request.software, **{field: value})

@@ -101,15 +101,16 @@ def full_report(
 
     planned = as_planned(traced, plan)
     api.check_plan(plan, planned, request.cluster)
+    timeline = simulated_step(plan, traced, request) if is_drawn else None
     return Report(
         plan,
         request.cluster,
-        timeline=simulated_step(plan, traced, request) if is_drawn else None,
+        timeline=timeline,
         findings=lint(plan, request.cluster, planned),
         counts=counts if counts is not None else block_collectives(planned, plan),
         graph=block_graph(plan, traced, request) if is_drawn else None,
         command=command,
-        gains=gains(plan, traced, request),
+        gains=gains(plan, traced, request, timeline.step_s if timeline else None),
     )
 
 
