@@ -12,13 +12,8 @@ from autopar.text.units import PROVED, gap_words, gib, percent
 
 _NO_GAIN = 5e-4
 """Fraction of a step below which more memory is said to gain nothing."""
-MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"
-"""What to do about a gap."""
-_PROOFS = {
-    "feasible": "the best found in the time limit",
-    "optimal": "proved optimal within the search space",
-}
-"""The status of a certificate in words."""
+_MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"
+_NO_MORE = "every candidate was searched, and more time does not help"
 
 
 def certificate_rows(plan: Plan, cluster: Cluster | None, n: Numbers) -> list[tuple[str, Words]]:
@@ -46,10 +41,17 @@ def pinned_words(plan: Plan) -> str:
 def proof_words(plan: Plan) -> str:
     """What the certificate proves, as the end of a sentence."""
     proof = plan.certificate
-    words = _PROOFS.get(proof.status, proof.status) + pinned_words(plan)
+    found = "the best found in the time limit" if proof.is_cut else "the best found"
+    best = "proved optimal within the search space" if proof.status == "optimal" else found
+    words = best + pinned_words(plan)
     if proof.objective_s <= (1 + PROVED) * proof.fastest_s:
         return words
     return f"the simplest within {percent(proof.tolerance)} of what is {words}"
+
+
+def advice_on_gap(plan: Plan) -> str:
+    """What to do about the gap of a plan that is not proved optimal."""
+    return _MORE_TIME if plan.certificate.is_cut else _NO_MORE
 
 
 def outcome_counts(plan: Plan) -> dict[str, int]:
@@ -64,7 +66,7 @@ def _status_words(plan: Plan) -> str:
     proof, pinned = plan.certificate, pinned_words(plan)
     if proof.gap <= PROVED:
         return f"optimal, to within {percent(PROVED)}{pinned}"
-    return f"{proof.status}, gap {gap_words(proof.gap)}{pinned}; {MORE_TIME}"
+    return f"{proof.status}, gap {gap_words(proof.gap)}{pinned}; {advice_on_gap(plan)}"
 
 
 def _headroom_words(plan: Plan, cluster: Cluster | None, n: Numbers) -> Words:

@@ -389,7 +389,7 @@ def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
     open_ = [row for row in found.planned if row.plan.certificate.gap > PROVEN]
     if open_:
         gaps = (f"{_where(row, varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_)
-        yield f"Not proven best, since the time limit came first (by how much another plan may be faster): {'; '.join(gaps)}."
+        yield f"Not proven best (by how much another plan may be faster): {'; '.join(gaps)}."
     around = [plan for change in found.break_evens for plan in (change.above.plan, change.below)]
     if any(plan.certificate.gap > PROVEN for plan in around):
         yield "Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be."

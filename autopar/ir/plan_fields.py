@@ -13,6 +13,9 @@ from autopar.ir.sharding import Layout
 EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
 """The note on a plan whose file was edited after it was saved, and is still a valid plan."""
 
+OUT_OF_TIME = "the time limit came first"
+"""The reason of a candidate that a search did not finish."""
+
 
 @dataclass(frozen=True, slots=True)
 class AxisChoice:
@@ -85,6 +88,11 @@ class Certificate:
     def fastest_s(self) -> float:
         """Seconds of a step of the fastest plan that was found."""
         return self.fastest.get("time_s", self.objective_s)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the time limit ended the search, so that more time may prove or find more."""
+        return any(entry.get("reason") == OUT_OF_TIME for entry in self.meshes)
 
 
 @dataclass(frozen=True, slots=True)

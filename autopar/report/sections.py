@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.explaining.assumptions import ASSUMPTION_COLUMNS, assumption_rows
-from autopar.explaining.certificate import MORE_TIME, proof_words
+from autopar.explaining.certificate import advice_on_gap, proof_words
 from autopar.explaining.gains import gain_words
 from autopar.explaining.plan_report import choice_rows
 from autopar.explaining.run_lines import run_lines, run_words
@@ -68,7 +68,7 @@ def verdict(parts: PageParts) -> Section:
             lead += [", with a chance of ", n.percent("report.misfit_chance"), " not to fit"]
         lead.append(". ")
     rest = ", and nothing is proved about the others" if plan.certificate.bound_s <= 0 else ""
-    rest += f"; {MORE_TIME}" if plan.certificate.gap > PROVED else ""
+    rest += f"; {advice_on_gap(plan)}" if plan.certificate.gap > PROVED else ""
     lead += [f"The plan is {proof_words(plan)} (gap ", gap, f"){rest}. ", *_sure(parts)]
     items: list[Words] = [_bound_by(parts)]
     if n.value("report.gains"):

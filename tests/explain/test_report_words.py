@@ -7,8 +7,10 @@ from dataclasses import replace
 from autopar_cost_models.memory_error import fit_chance
 from support.explain_tasks import task
 
+from autopar.explaining.certificate import proof_words
 from autopar.explaining.plan_report import explain
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.planning.remedies import Ask, Remedies
 from autopar.text.device_words import misfit_advice
 from autopar.text.recompute_words import recompute_words
@@ -56,6 +58,20 @@ def test_a_bound_of_zero_bounds_nothing():
     assert "lower bound none in time" in " ".join(
         explain(replace(plan, certificate=unproved)).split()
     )
+
+
+def test_a_gap_that_time_does_not_close_is_said_so():
+    plan = task().plan({"tp": 4})
+    entries = tuple(entry | {"reason": "takes at least 1 s"} for entry in plan.certificate.meshes)
+    late = ({**entries[0], "reason": OUT_OF_TIME}, *entries[1:])
+    open_ = replace(plan.certificate, gap=0.01, status="feasible")
+    for meshes, more in ((entries, False), (late, True)):
+        own = replace(plan, certificate=replace(open_, meshes=meshes))
+        words = " ".join(explain(own).split())
+        assert (
+            ("a higher --time-limit" in words) == ("in the time limit" in proof_words(own)) == more
+        )
+        assert ("more time does not help" in words) != more
 
 
 def test_remedies_say_why_offloading_was_not_tried():

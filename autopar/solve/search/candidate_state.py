@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.solve.costs.candidate import INFINITE, Candidate
 from autopar.solve.integer_program.placement_solver import Prepared, Solution
 from autopar.solve.search.candidate_solver import CandidateSolver
@@ -39,7 +40,7 @@ class Entry:
     others: tuple[Candidate, ...] = ()  # that differ in ZeRO alone and are solved together with it
     solver: FixedSolver | CandidateSolver | None = None  # once it was opened here
     outcome: str = "unexplored"
-    reason: str = "the time limit came first"
+    reason: str = OUT_OF_TIME
     bound_s: float = 0.0
     lengthened: float = 0.0  # by what share the step is likely to be longer
     solution: Solution | None = None

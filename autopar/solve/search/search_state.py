@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
 
+from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.solve.integer_program.placement_solver import OPTIMALITY_GAP, Solution
 from autopar.solve.search.board import Board
 from autopar.solve.search.candidate_state import Entry
@@ -108,7 +109,7 @@ class SearchState:
         """
         if entry.outcome == "open" and (entry.solution is not None or not self.prune(entry)):
             outcome = "solved" if entry.solution else "unexplored"
-            entry.close(outcome, "the time limit came first", entry.bound_s)
+            entry.close(outcome, OUT_OF_TIME, entry.bound_s)
 
 
 def time_of(entry: Entry) -> float:
