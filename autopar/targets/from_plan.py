@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from autopar.errors import AutoparError
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
@@ -77,12 +78,7 @@ def is_sequence_parallel(plan: Plan) -> bool:
     """
     if plan.mesh.tp == 1:
         return False
-    handed = {
-        str(axes["tp"].inputs[0])
-        for block in layer_blocks(plan)
-        for name, axes in block.ops.items()
-        if name == "output0" and "tp" in axes
-    }
+    handed = {_handed(block) for block in layer_blocks(plan)}
     if whole := [
         name
         for block in layer_blocks(plan)
@@ -97,6 +93,20 @@ def is_sequence_parallel(plan: Plan) -> bool:
             f"layers of the plan hand on activations as {', '.join(sorted(handed))} over tp: pin sequence_parallel=true or false"
         )
     return handed == {"S(1)"}
+
+
+def _handed(block: BlockPlan) -> str:
+    """How tp lays out the activations that a layer hands on: 'S(1)' if it shards their positions.
+    A result that no axis of the batch shards, such as the loss of a router, is no activation.
+    """
+    results = [axes for name, axes in block.ops.items() if re.fullmatch(r"output\d+", name)]
+    sharded = [
+        axes
+        for axes in results
+        if any(axis in axes and axes[axis].inputs[0].is_shard for axis in BATCH_AXES)
+    ]
+    layouts = {str(axes["tp"].inputs[0]) for axes in sharded or results if "tp" in axes}
+    return "S(1)" if "S(1)" in layouts else " and ".join(sorted(layouts)) or "R"
 
 
 def _left_whole(name: str, axes: Mapping[str, AxisChoice]) -> bool:

@@ -79,6 +79,25 @@ def test_a_pipeline_for_megatron(traced) -> None:
         plan.export("accelerate")
 
 
+@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
+def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on(name: str) -> None:
+    spec = parse_model(
+        "moe:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,seq=256,experts=4"
+    )
+    shape = shape_of(spec)
+    request = PlanRequest(CLUSTER, 16, Pins.of({"tp": 2, "ep": 2}), "bf16", False, spec.name)
+    request = request.within(TARGETS[name].restriction(shape, 256))
+    plan = api.plan_traced(api.trace_spec(spec, 256), request, 30.0)
+    losses = [
+        str(axes["tp"].inputs[0])
+        for block in plan.blocks
+        for output, axes in block.ops.items()
+        if block.segments[0].startswith("layers") and output.startswith("output")
+    ]
+    assert "P" in losses and "S(1)" in losses
+    assert layout_of(plan).sequence_parallel
+
+
 def test_what_no_target_can_run(traced) -> None:
     with pytest.raises(AutoparError, match="Accelerate can run none"):
         planned(traced, "accelerate", pp=1, zero=1, sequence_parallel=False)

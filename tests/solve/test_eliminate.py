@@ -22,11 +22,12 @@ from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds.cell import Cell, least_costs
 from autopar.solve.bounds.family import Family, Part
 from autopar.solve.bounds.family_bounds import Families
+from autopar.solve.bounds.lagrangian import leanest
 from autopar.solve.bounds.segment_minima import above
 from autopar.solve.bounds.weighted_ranks import Weighted
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, segment_costs, stages_of
-from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.placement_cost import InconsistentPlacement, fits_together, price
 from autopar.solve.costs.recompute_mix import Models, mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.elimination import bucket_elimination, cost_tables
@@ -162,6 +163,26 @@ def test_split_tables_give_a_bound(seed):
         bucket_elimination._plan.cache_clear()
     if exact is not None:
         assert bound is not None and bound.cost_s[0] <= exact.cost_s[0] * (1 + 1e-9)
+
+
+def test_split_tables_name_no_placement_that_does_not_fit_together(monkeypatch):
+    monkeypatch.setattr(cost_tables, "LARGEST", 2)
+    odd = 0
+    for seed in range(340, 400):
+        model = random_model(seed)
+        bucket_elimination._plan.cache_clear()
+        tables = Tables({"none": model})
+        parameters = tables.parameters({"none": model})
+        found = tables.least([Question(kept=1e-8)], parameters)
+        if found is not None and not found.is_exact:
+            choices, named = found.decode(0)[0], found.placement(0, model)
+            fits = fits_together(model, choices)
+            assert named == (choices if fits else None)
+            odd += not fits
+            lean = leanest(tables, parameters, model)
+            assert lean is None or fits_together(model, lean)
+    bucket_elimination._plan.cache_clear()
+    assert odd
 
 
 @pytest.mark.parametrize("largest", [cost_tables.LARGEST, 4])

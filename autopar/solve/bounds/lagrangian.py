@@ -25,9 +25,10 @@ from math import fsum, inf
 import numpy as np
 from autopar_cost_models import held_moments, late_moments
 
+from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.bounds.dual import Dual
-from autopar.solve.costs.placement_cost import Choices, InconsistentPlacement, class_costs
+from autopar.solve.costs.placement_cost import Choices
 from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.costs.schedule import Schedule, ramp
 from autopar.solve.elimination.bucket_elimination import Question, Tables
@@ -153,10 +154,8 @@ def raise_totals(
         held = np.stack(
             [found.counted(name) for name in ("kept", "kept_by_ends", "static")], axis=1
         ).tolist()
-        placements = [
-            _consistent(models, found.decode(number)[0], found.is_exact)
-            for number in range(len(questions))
-        ]
+        model = next(iter(models.values()))
+        placements = [found.placement(number, model) for number in range(len(questions))]
         for total, price in asked:
             number = questions.index(total.question(price))
             (kept, of_ends, static), choices = held[number], placements[number]
@@ -173,26 +172,14 @@ def raise_totals(
         )
 
 
-def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:
-    """`choices`, or None if their layouts are inconsistent. That can happen only if tables were
-    split (not `is_exact`), so only then it is checked.
-    """
-    if not is_exact:
-        try:
-            class_costs(next(iter(models.values())), choices)
-        except InconsistentPlacement:
-            return None
-    return choices
-
-
-def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
-    """The placement with the fewest bytes, kept for one micro-batch plus static, at any time cost.
-    None if none is consistent.
+def leanest(tables: Tables, parameters: Sequence[Stack], model: AnnotatedModel) -> Choices | None:
+    """The placement of `model` with the fewest bytes, kept for one micro-batch plus static, at any
+    time cost. None if no consistent one was found.
     """
     found = tables.least(
         [Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters
     )
-    return None if found is None else found.decode(0)[0]
+    return None if found is None else found.placement(0, model)
 
 
 # ----------------------------------------------------------------------------------------------- costs that no placement goes below

@@ -245,6 +245,18 @@ def arrivals(
     }
 
 
+def fits_together(model: AnnotatedModel, choices: Choices) -> bool:
+    """Whether every layout of a placement can be converted to what its readers need, in segments
+    and between them.
+    """
+    try:
+        class_costs(model, choices)
+        arrivals(model, choices)
+    except InconsistentPlacement:
+        return False
+    return True
+
+
 def late_bytes(strategies: Iterable[Strategy]) -> int:
     """Bytes that a segment holds from the gradients of its inputs to those of its parameters: the
     `late` tensors of its strategies. These are saved tensors of ops with a parameter, and the

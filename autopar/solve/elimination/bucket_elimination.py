@@ -27,7 +27,8 @@ from random import Random
 
 import numpy as np
 
-from autopar.solve.costs.placement_cost import Choices
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.costs.placement_cost import Choices, fits_together
 from autopar.solve.elimination import cost_tables
 from autopar.solve.elimination.cost_tables import WAYS, CostTables, Scope, Stack
 
@@ -99,6 +100,13 @@ class Least:
     """A function from a field of `Question` to the amount of that cost in the optimal placements,
     by question.
     """
+
+    def placement(self, question: int, model: AnnotatedModel) -> Choices | None:
+        """The placement of a question for `model`. None if its layouts do not fit together, which
+        happens only if tables were split (not `is_exact`).
+        """
+        choices, _ = self.decode(question)
+        return choices if self.is_exact or fits_together(model, choices) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,12 +181,12 @@ class CandidateBounds:
 
     def likely(self, family: Family) -> Choices | None:
         """The placement of a family that is optimal at the best known price of a byte, under the
-        schedule with the family's lowest bound. None if none is consistent.
+        schedule with the family's lowest bound. None if no consistent one was found.
         """
         total = self.totals[min(family.bounds_s, key=family.bounds_s.__getitem__)]
         question = total.question(total.dual.best_price)
         found = self.cell.tables.least([question], self.parameters, family.by_op())
-        return None if found is None else found.decode(0)[0]
+        return None if found is None else found.placement(0, self.models.first)
 
     def is_consistent(self, family: Family) -> bool:
         """Whether some placement of a family has layouts that can be converted everywhere, also

@@ -24,7 +24,7 @@ from autopar.solve.search.candidate_bounds import CandidateBounds
 from autopar.solve.search.candidate_models import CandidateModels
 from autopar.solve.search.frontier import Frontier
 from autopar.solve.search.search_state import time_to_beat_s
-from autopar.solve.search.staged_placement import Staged, in_first_modes, staged_placement
+from autopar.solve.search.staged_placement import Staged, first_of, in_first_modes, staged_placement
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
 from autopar.solve.staging.row_of_costs import in_first, row_of_costs, row_of_placement
 from autopar.solve.staging.unit_row import UnitRow
@@ -161,7 +161,7 @@ class MixedSolver:
     def leanest(self) -> Choices | None:
         """The placement with the fewest kept and static bytes; None if none is consistent."""
         tables = self.cells[0].tables
-        return leanest(tables, tables.parameters(self.models[0]))
+        return leanest(tables, tables.parameters(self.models[0]), first_of(self.models[0]))
 
     def _try(
         self, choices: Choices, schedules: Iterable[Schedule], upper_bound_s: float

@@ -106,7 +106,7 @@ class UniformSolver:
         """The placement with the fewest kept and static bytes, `Staged` under its best schedule.
         None if it does not fit or none is consistent.
         """
-        choices = leanest(self.bounds.cell.tables, self.bounds.parameters)
+        choices = leanest(self.bounds.cell.tables, self.bounds.parameters, self.models.first)
         if choices is None:
             return None
         plans = (self.stager.staged(choices, schedule, inf) for schedule in self.bounds.schedules)
