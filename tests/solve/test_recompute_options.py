@@ -8,16 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
+from autopar.solve.costs import pareto
 from autopar.solve.costs.pareto import undominated
 from autopar.solve.staging.recompute_options import Kind, RecomputeOptions
 
 
 @settings(max_examples=examples(60, 600))
 @given(
-    st.integers(0, 10**6), st.integers(0, 300), st.lists(st.integers(1, 50), min_size=1, max_size=4)
+    st.integers(0, 10**6),
+    st.integers(0, 300),
+    st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    st.sampled_from([16, 100, 1024]),
 )
-def test_rows_left_are_those_that_none_dominates(seed, count, widths):
-    """Rows of few and of many values, which are compared by levels or by pairs."""
+def test_rows_left_are_those_that_none_dominates(seed, count, widths, together):
+    """Rows of few and of many values, which are compared by levels or by sets, together or not."""
     random = np.random.default_rng(seed)
     keys = np.column_stack([random.integers(0, width, count) for width in widths]).astype(float)
     keys[random.random(keys.shape) < 0.05] = np.inf
@@ -25,7 +29,9 @@ def test_rows_left_are_those_that_none_dominates(seed, count, widths):
     is_equal = (keys[:, None] == keys[None]).all(axis=2)
     earlier = np.triu(np.ones((count, count), dtype=bool), 1)
     dominated = (at_most & (~is_equal | earlier)).any(axis=0)
-    assert sorted(undominated(keys)) == np.flatnonzero(~dominated).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pareto, "_TOGETHER", together)
+        assert sorted(undominated(keys)) == np.flatnonzero(~dominated).tolist()
 
 
 def random_kind(random: np.random.Generator, modes: int) -> Kind:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-_TOGETHER = 100
+_MANY = 100
+"""More rows than this may be compared level by level."""
+
+_TOGETHER = 1024
 """Number of rows that are compared with all others at once."""
 
 _FEW = 32
@@ -20,14 +23,14 @@ def undominated(keys: np.ndarray) -> list[int]:
     # those that tell rows apart; the first of them ascends, so that only earlier rows dominate
     columns = keys[order].T
     columns = columns[(columns != columns[:, :1]).any(axis=1)][1:]
-    if len(order) > _TOGETHER and len(columns):
+    if len(order) > _MANY and len(columns):
         ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
         unlike = {ranked.tobytes(): ranked for ranked in ranks}.values()
         wide, *narrow = sorted(unlike, key=lambda ranked: -int(ranked.max()))
         levels, level_of = _levels(narrow, len(order))
         if len(levels) <= _FEW:
             return order[_by_levels(wide, levels, level_of)].tolist()
-    return order[_by_pairs(columns)].tolist()
+    return order[_by_sets(columns)].tolist()
 
 
 def _levels(narrow: list[np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,22 +60,35 @@ def _by_levels(wide: np.ndarray, levels: np.ndarray, level_of: np.ndarray) -> np
     return np.flatnonzero(found)
 
 
-def _by_pairs(columns: np.ndarray) -> np.ndarray:
-    """Indices of the rows that no earlier row dominates, which are compared with each other.
-    `columns` is indexed [column, row].
+def _by_sets(columns: np.ndarray) -> np.ndarray:
+    """Indices of the rows that no earlier row dominates, by sets of the rows that are at most as
+    large as each. `columns` is indexed [column, row].
     """
     found, left = [np.zeros(0, dtype=int)], np.arange(columns.shape[1])
     while len(left):
         here, rest = columns[:, left[:_TOGETHER]], columns[:, left[_TOGETHER:]]
-        best = np.flatnonzero(~np.triu(_at_most(here, here), 1).any(axis=0))
+        turn = np.arange(here.shape[1])
+        earlier = _at_most(np.vstack([here, turn]), np.vstack([here, turn - 1]))
+        best = np.flatnonzero(~earlier.any(axis=1))
         found.append(left[:_TOGETHER][best])
-        left = left[_TOGETHER:][~_at_most(here[:, best], rest).any(axis=0)]
+        left = left[_TOGETHER:]
+        if len(left):
+            left = left[~_at_most(here[:, best], rest).any(axis=1)]
     return np.concatenate(found)
 
 
 def _at_most(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """A boolean matrix: whether row i of `columns` is at most row j of `others` in every column."""
-    found = np.ones((columns.shape[1], others.shape[1]), dtype=bool)
-    for one, other in zip(columns, others, strict=True):
-        found &= one[:, None] <= other
+    """The set of the rows of `columns` that are at most as large as each row of `others`, in every
+    column. Sets are bits of whole numbers, in an array [row of `others`, number].
+    """
+    count = columns.shape[1]
+    places, found = np.arange(count), np.array(0)
+    bits, words = np.uint64(1) << (places % 64).astype(np.uint64), places // 64
+    for number, (one, other) in enumerate(zip(columns, others, strict=True)):
+        order = np.argsort(one)
+        sets = np.zeros((count + 1, -(-count // 64)), np.uint64)  # of the first rows in this order
+        sets[places + 1, words[order]] = bits[order]
+        np.bitwise_or.accumulate(sets, axis=0, out=sets)
+        of_others = sets[np.searchsorted(one[order], other, side="right")]
+        found = found & of_others if number else of_others
     return found
