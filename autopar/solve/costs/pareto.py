@@ -23,7 +23,9 @@ def undominated(keys: np.ndarray) -> list[int]:
     # those that tell rows apart; the first of them ascends, so that only earlier rows dominate
     columns = keys[order].T
     columns = columns[(columns != columns[:, :1]).any(axis=1)][1:]
-    if len(order) > _MANY and len(columns):
+    if not len(columns):
+        return order[:1].tolist()
+    if len(order) > _MANY:
         ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
         unlike = {ranked.tobytes(): ranked for ranked in ranks}.values()
         wide, *narrow = sorted(unlike, key=lambda ranked: -int(ranked.max()))
@@ -82,7 +84,7 @@ def _at_most(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
     column. Sets are bits of whole numbers, in an array [row of `others`, number].
     """
     count = columns.shape[1]
-    places, found = np.arange(count), np.array(0)
+    places, found = np.arange(count), np.zeros(0)
     bits, words = np.uint64(1) << (places % 64).astype(np.uint64), places // 64
     for number, (one, other) in enumerate(zip(columns, others, strict=True)):
         order = np.argsort(one)
