@@ -306,7 +306,7 @@ def test_a_pinned_pipeline_finds_its_schedule_stages_and_recomputation(gpt):
     tight = ClusterSpec.parse("dgx-h100:1")
     tight = replace(tight, device=replace(tight.device, memory_bytes=int(0.9 * (roomy - free.predicted.memory["fixed"]))
                                           + free.predicted.memory["fixed"]))  # fmt: skip
-    less = make_plan(model, tight, example, 32, fixed, traced=traced)
+    less = make_plan(model, tight.kept_free(0.0), example, 32, fixed, traced=traced)
     assert max(less.predicted.peak_memory_bytes) <= tight.device.memory_bytes < roomy
     assert less.predicted.step_time_s >= free.predicted.step_time_s
     again = Plan.from_json(less.to_json())
