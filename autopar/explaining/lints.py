@@ -137,11 +137,12 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
         return
     mesh, m = plan.mesh, plan.num_microbatches
     enough = ceil((1 - BUBBLE) / BUBBLE * bubble_s * m / (step_s - bubble_s))
+    can_deal = sum(map(len, plan.stages)) >= len(plan.stages) + mesh.pp
+    fewer = "more stages a rank (vpp), or less pp" if can_deal else "less pp"
     yield Finding(
         "bubble",
         f"the pipeline idles {percent(bubble_s / step_s)} of the step ({ms(bubble_s)}) with {m} micro-batches on pp={mesh.pp}",
-        f"About {enough} micro-batches bring it to {percent(BUBBLE)}: a global batch of {enough * plan.micro_batch * mesh.dp}, a smaller "
-        "micro_batch or less dp; or more stages a rank (vpp), or less pp",
+        f"About {enough} micro-batches bring it to {percent(BUBBLE)}: {_more_micro_batches(plan, enough)}; or {fewer}",
         {
             "bubble_s": bubble_s,
             "step_s": step_s,
@@ -149,6 +150,14 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
             "enough_microbatches": enough,
         },
     )
+
+
+def _more_micro_batches(plan: Plan, enough: int) -> str:
+    """What gives each rank `enough` micro-batches."""
+    ways = [f"a global batch of {enough * plan.micro_batch * plan.mesh.dp}"]
+    ways += ["a smaller micro_batch"] if plan.micro_batch > 1 else []
+    ways += ["less dp"] if plan.mesh.dp > 1 else []
+    return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def _headroom(plan: Plan, cluster: Cluster) -> Iterator[Finding]:

@@ -109,12 +109,21 @@ def test_a_bubble_says_how_many_micro_batches_fill_it():
     share = plan.predicted.breakdown["bubble"] / plan.predicted.step_time_s
     assert share > BUBBLE and finding.numbers["num_microbatches"] == 4
     enough = int(finding.numbers["enough_microbatches"])
+    ways = f"a global batch of {enough * 4}, a smaller micro_batch or less dp"
+    assert finding.remedy.endswith(f": {ways}; or less pp")
     more = t.plan(pin, batch=enough * 4)
     assert more.num_microbatches == enough
     assert more.predicted.breakdown["bubble"] / more.predicted.step_time_s == pytest.approx(
         BUBBLE, abs=0.02
     )
     assert not named(lint(t.plan(), t.cluster, t.traced), "bubble")
+    # what a plan cannot have is no remedy
+    longer = tuple(stage * 2 for stage in plan.stages)
+    least = replace(plan, micro_batch=1, mesh=replace(plan.mesh, dp=1), stages=longer)
+    (finding,) = named(lint(least, t.cluster), "bubble")
+    assert finding.remedy.endswith(
+        f": a global batch of {enough}; or more stages a rank (vpp), or less pp"
+    )
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.96, 0), (0.975, 1), (1.0, 1)])
