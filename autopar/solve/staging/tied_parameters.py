@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import fsum
 
 import numpy as np
@@ -25,6 +24,13 @@ class TiedParameter:
     paid: Sequence[int]
     read: Sequence[int]
 
+    def is_borrowed(self, runs: Sequence[tuple[int, int]]) -> bool:
+        """Whether a rank reads it without paying. `runs` has the (first, end) units of its stages."""
+        paid, read = self.paid, self.read
+        return any(read[first] < read[end] for first, end in runs) and not any(
+            paid[first] < paid[end] for first, end in runs
+        )
+
 
 @dataclass(frozen=True)
 class TiedParameters:
@@ -36,21 +42,7 @@ class TiedParameters:
         """The shared parameters that a rank reads but none of its segments pays for (as
         `pipeline_cost.borrowed`). `runs` has the (first, end) units of the rank's stages.
         """
-        if not self.every:
-            return []
-        firsts, ends = (list(of) for of in zip(*runs, strict=True))
-        paid, read = (before[:, ends] > before[:, firsts] for before in self._before)
-        return [
-            self.every[number]
-            for number in np.flatnonzero(read.any(axis=1) & ~paid.any(axis=1)).tolist()
-        ]
-
-    @cached_property
-    def _before(self) -> tuple[np.ndarray, np.ndarray]:
-        """`paid` and `read` of all parameters, as two arrays [parameter, unit] of prefix sums."""
-        return np.array([tie.paid for tie in self.every]), np.array(
-            [tie.read for tie in self.every]
-        )
+        return [tie for tie in self.every if tie.is_borrowed(runs)]
 
 
 def tied_parameters(
