@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.targets.arguments import is_false
 from autopar.targets.job import Exported, Job
 from autopar.targets.megatron_options import job_of, stages_for
 from autopar.targets.megatron_read import read_megatron
@@ -118,7 +119,7 @@ def _launcher(words: list[str]) -> dict[str, str]:
 def _argument(name: str, value: str) -> dict[str, str]:
     """The argument of Megatron-LM for a field of a recipe, by name."""
     if name in _TURNED_BACK:
-        return {_TURNED_BACK[name].replace("-", "_"): "true"} if value.lower() == "false" else {}
+        return {_TURNED_BACK[name].replace("-", "_"): "true"} if is_false(value) else {}
     return {_BACK.get(name, name).replace("-", "_"): value}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.targets.arguments import Arguments, find_adapters
+from autopar.targets.arguments import Arguments, find_adapters, is_false
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
 from autopar.targets.target import vocabulary_of
@@ -340,7 +340,7 @@ def _offload(args: Arguments) -> str:
 def _facts(args: Arguments, layout: Layout) -> Facts:
     bf16, fp16 = args.flag("bf16"), args.flag("fp16")
     fp8 = args.text("fp8_format", "fp8") or ""
-    fp8 = "" if fp8.lower() in ("false", "none") else fp8
+    fp8 = "" if is_false(fp8) else fp8
     recipe = args.text("fp8_recipe")
     narrow = args.flag("grad_reduce_in_bf16")
     wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")

@@ -15,6 +15,9 @@ from autopar.targets.arguments import (
     Arguments,
     find_adapters,
     flat_texts,
+    is_false,
+    is_none,
+    is_true,
     options_of,
     read_mapping,
     unread_files,
@@ -75,7 +78,7 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
     if suffix in ("yaml", "yml", "json"):
         data = read_mapping(source.text, source.name)
         values = flat_texts({key: value for key, value in data.items() if value is not None})
-        return {name: value for name, value in values.items() if value != "None"}, ()
+        return {name: value for name, value in values.items() if not is_none(value)}, ()
     if suffix == "py":
         settings = settings_of(source.text, source.name, source.function, _has_micro)
         values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
@@ -136,12 +139,12 @@ def _fsdp(args: Arguments) -> Layout:
         return Layout()
     strategy = inside.get("sharding_strategy", "").upper()
     kept = "shard_grad_op" in names or strategy == "SHARD_GRAD_OP"
-    kept = kept or inside.get("reshard_after_forward", "true").lower() == "false"
+    kept = kept or is_false(inside.get("reshard_after_forward", "true"))
     whole = "no_shard" in names or strategy == "NO_SHARD"
     if "hybrid" in f"{names}{strategy}".lower():
         args.find("note", "hybrid sharding shards within a node: priced as over all devices")
-    offload = "offload" in names or inside.get("offload_params", "false").lower() == "true"
-    full = inside.get("activation_checkpointing", "false").lower() == "true"
+    offload = "offload" in names or is_true(inside.get("offload_params", "false"))
+    full = is_true(inside.get("activation_checkpointing", "false"))
     return Layout(
         zero=0 if whole else 2 if kept else 3,
         offload="parameters" if offload else "none",

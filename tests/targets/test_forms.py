@@ -505,6 +505,7 @@ def test_pipelines_of_torchtitan_without_a_global_batch(tmp_path) -> None:
     [
         ("--lora_enable True --lora_r 128", True),
         ("--use_llm_lora 16", True),
+        ("--use_lora", True),
         ("--lora_r 8", True),
         ("--use_lora False --lora_r 8", False),
         ("--use_llm_lora 0", False),
@@ -548,3 +549,15 @@ def test_nothing_of_a_file_runs(name: str, tmp_path, monkeypatch) -> None:
     with contextlib.suppress(AutoparError):
         job_of(tmp_path, name, EFFECTS[name])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("off", ["false", "False", "no", "off", "0", "none", "null"])
+def test_each_word_for_off(off: str, tmp_path) -> None:
+    text = f"""model: {{num_layers: 12, hidden_size: 768, num_attention_heads: 12}}
+megatron_cfg: {{enabled: {off}, tensor_model_parallel_size: 4}}
+micro_batch_size: 1
+sequence_parallel: {off}
+some_overlap: {off}
+"""
+    job = job_of(tmp_path, "job.yaml", text)
+    assert (job.layout.tp, job.layout.sequence_parallel, job.unpriced) == (1, False, ())
