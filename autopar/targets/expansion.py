@@ -5,6 +5,7 @@ and positional arguments are values that are not known.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -40,17 +41,28 @@ class Script:
         variables: the last value of each variable.
         notes: what was assumed, one sentence each.
         unread: files that the script reads with `source` and that are not there.
+        files: the text of each file that the script writes from a here-document, by its name.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def reader(self, read_file: Callable[[str], str | None]) -> Callable[[str], str | None]:
+        """A function that reads a file: one that the script writes, or else by `read_file`."""
+
+        def read(name: str) -> str | None:
+            text = self.files.get(name)
+            return text if text is not None else read_file(name)
+
+        return read
 
     def programs(self) -> list[tuple[int, tuple[str, ...]]]:
         """The commands that do more than print, as (index, words)."""

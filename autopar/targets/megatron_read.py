@@ -9,7 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import flat, options_of, unread_files
+from autopar.targets.arguments import (
+    flat,
+    flat_texts,
+    options_of,
+    read_mapping,
+    unread_files,
+)
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.extended import extended_mapping, named_configurations
 from autopar.targets.job import Finding, Job
@@ -21,7 +27,7 @@ from autopar.targets.megatron_mapping import (
 )
 from autopar.targets.megatron_options import job_of
 from autopar.targets.python_settings import settings_of
-from autopar.targets.shell import read_script
+from autopar.targets.shell import ReadFile, read_script
 from autopar.targets.target import Source
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
@@ -139,9 +145,41 @@ def _of_script(source: Source) -> Job:
     elif "actor_num_nodes" in options:
         options = filled_in(options)  # of slime
     options |= _processes(options, script)
+    more, told = _of_deepspeed(options, script.reader(source.read_file))
+    options, findings = options | more, [*findings, *told]
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
+
+
+def _of_deepspeed(
+    options: Mapping[str, str], read_file: ReadFile
+) -> tuple[dict[str, str], list[Finding]]:
+    """What the file of DeepSpeed says that the options name: its stage of ZeRO counts, not that of
+    the options. With findings if it is not there, or contradicts the micro-batch.
+    """
+    name = options.get("deepspeed_config", "")
+    if not name or "deepspeed" not in options:
+        return {}, []
+    text = read_file(name) if is_known(name) else None
+    if text is None:
+        if "zero_stage" in options:
+            return {}, []
+        what = f"the stage of ZeRO stands in {shown_value(name)}, which is not beside the file"
+        return {}, [Finding("unknown", what, legal=("give --zero-stage in the options",))]
+    try:
+        inner, findings = flat_texts(read_mapping(text, name)), list[Finding]()
+    except AutoparError as error:
+        return {}, [Finding("unknown", f"the stage of ZeRO stands in {name}: {error}")]
+    stage = inner.get("zero_optimization.stage", "0")
+    if options.get("zero_stage", stage) != stage:
+        what = f"--zero-stage is {options['zero_stage']}, and {name} says {stage}: the file counts"
+        findings.append(Finding("contradiction", what))
+    micro = inner.get("train_micro_batch_size_per_gpu", "")
+    if micro.isdigit() and options.get("micro_batch_size", micro) != micro:
+        what = f"--micro-batch-size is {options['micro_batch_size']}, and {name} says {micro}"
+        findings.append(Finding("contradiction", f"{what}: the options count"))
+    return {"zero_stage": stage}, findings
 
 
 _NO_TRAINING = re.compile(

@@ -176,8 +176,28 @@ class _Reader(Expansion):
         if declares or at == len(words):
             return
         expanded = tuple(field for word in words[at:] for field in self.fields(word))
+        if expanded and node.document is not None and self._takes_document(expanded, node):
+            return
         if expanded:
             self._call(expanded, node)
+
+    def _takes_document(self, words: tuple[str, ...], node: Command) -> bool:
+        """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another
+        command.
+        """
+        text = self.text(node.document or ())
+        tee = words[0] == "tee" and len(words) == 2
+        if words == ("cat",) or tee:
+            file = words[1] if tee else self.text(node.written)
+            if file and is_known(file):
+                self.script.files[file] = text
+            return bool(file)
+        names = [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
+        if words[0] != "read" or len(names) != 1 or self.unsure:
+            return False
+        whole = any(re.fullmatch(r"-r?d.*", word) for word in words)  # up to no character
+        self.script.variables[names[0]] = text.strip() if whole else text.partition("\n")[0]
+        return True
 
     def _assign(self, word: Word, array: tuple[Word, ...] | None, line: int) -> bool:
         """Takes over an assignment; False if the word is none."""

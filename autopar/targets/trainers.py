@@ -45,7 +45,7 @@ def reads(source: Source) -> bool:
 
 def read(source: Source) -> Job:
     """The job of a trainer's arguments. Raises AutoparError if there are none."""
-    values, findings = _values(source)
+    values, findings, source = _values(source)
     if not any(name in values for name in _MICRO):
         raise AutoparError(f"no job: {source.name} has none of {', '.join(_MICRO)}")
     args = Arguments({name: value for name, value in values.items() if value != "auto"})
@@ -72,17 +72,19 @@ def read(source: Source) -> Job:
     return replace(job, findings=(*kept, *job.findings), unpriced=(*base.unpriced, *job.unpriced))
 
 
-def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    """The arguments by name, and findings on them."""
+def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source]:
+    """The arguments by name, findings on them, and the source, whose files are also those that a
+    script writes.
+    """
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
         data = read_mapping(source.text, source.name)
         values = flat_texts({key: value for key, value in data.items() if value is not None})
-        return {name: value for name, value in values.items() if not is_none(value)}, ()
+        return {name: value for name, value in values.items() if not is_none(value)}, (), source
     if suffix == "py":
         settings = settings_of(source.text, source.name, source.function, _has_micro)
         values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
-        return values, settings.findings
+        return values, settings.findings, source
     script = read_script(source.text, source.read_file)
     found: dict[str, str] = {}
     for _, words in script.programs():
@@ -93,7 +95,8 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
                 found = {"gradient_checkpointing": "true", "bf16": "true"} | found
     if "NPROC_PER_NODE" in script.variables:
         found.setdefault("NPROC_PER_NODE", script.text_of("NPROC_PER_NODE"))
-    return found, tuple(unread_files(script))
+    written = replace(source, read_file=script.reader(source.read_file))
+    return found, tuple(unread_files(script)), written
 
 
 def _has_micro(values: Mapping[str, str]) -> bool:

@@ -51,6 +51,34 @@ srun bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee log.txt
     assert job.unpriced == () and said(job, "unknown", "refused") == ""
 
 
+def test_a_file_of_deepspeed_that_the_script_writes(tmp_path) -> None:
+    script = f"""ZERO=2
+CONFIG=$OUT/ds.json
+cat <<EOT > $CONFIG
+{{
+  "train_micro_batch_size_per_gpu": 2, "zero_optimization": {{"stage": $ZERO}}, "bf16": {{"enabled": true}}
+}}
+EOT
+deepspeed pretrain_gpt.py {MODEL} --micro-batch-size 2 --global-batch-size 64 --bf16 --deepspeed --deepspeed_config """
+    job = job_of(tmp_path, "a.sh", f"OUT=out\n{script}$CONFIG")
+    assert job.layout.zero == 2 and said(job, "unknown", "contradiction") == ""
+    job = job_of(tmp_path, "b.sh", f"OUT=out\n{script}$CONFIG --zero-stage 1 --micro-batch-size 4")
+    assert job.layout.zero == 2 and "the file counts" in said(job, "contradiction")
+    assert "--micro-batch-size is 4" in said(job, "contradiction")
+    job = job_of(tmp_path, "c.sh", f"OUT=out\n{script}other.json")
+    assert "the stage of ZeRO stands in other.json" in said(job, "unknown")
+    job = job_of(tmp_path, "d.sh", f"OUT=out\n{script.replace('$ZERO', '$1')}$CONFIG")
+    assert "zero_stage is $1" in said(job, "unknown")
+    trainer = "torchrun train.py --per_device_train_batch_size 2 --deepspeed ds.json"
+    text = f'tee ds.json <<\'EOF\'\n{{"zero_optimization": {{"stage": 3}}}}\nEOF\n{trainer}'
+    assert job_of(tmp_path, "e.sh", text).layout.zero == 3
+
+
+def test_a_here_document_that_a_variable_holds(tmp_path) -> None:
+    text = f"TP=4\nread -r -d '' CMD <<EOF\npretrain_gpt.py {MODEL} \\\n  --tensor-model-parallel-size $TP\nEOF\n"
+    assert job_of(tmp_path, "a.sh", f"{text}torchrun $CMD").layout.tp == 4
+
+
 def test_embedding_and_loss_count_as_layers(tmp_path) -> None:
     model = MODEL.replace("12 --hidden", "14 --hidden")
     text = f"torchrun pretrain_gpt.py {model} --pipeline-model-parallel-size 4 --pp-partition-method 'type:transformer|embedding'"
