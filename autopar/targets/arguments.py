@@ -35,13 +35,13 @@ def is_false(text: str) -> bool:
 
 class Arguments:
     """Options by name, as texts. A name has underscores and no leading hyphens. Reading an option
-    marks it as read; `rest` has the others.
+    marks it as read; `rest` has the others. Findings are added to the list `findings`, if given.
     """
 
-    def __init__(self, values: Mapping[str, str]) -> None:
+    def __init__(self, values: Mapping[str, str], findings: list[Finding] | None = None) -> None:
         self.values = dict(values)
         self.read: set[str] = set()
-        self.findings: list[Finding] = []
+        self.findings = [] if findings is None else findings
 
     def find(self, kind: str, what: str, theirs: str = "", legal: Iterable[str] = ()) -> None:
         """Adds a finding, once."""
