@@ -133,6 +133,17 @@ class Arguments:
         )
 
 
+def note_model(args: Arguments, *names: str) -> None:
+    """Adds a note on the model that the first of these options names, if one is set: its dimensions
+    stand elsewhere.
+    """
+    name = next((name for name in names if not is_none(args.values.get(name, "none"))), "")
+    args.read.add(name)
+    if name:
+        model = shown_value(args.values[name])
+        args.find("note", f"the model is {model}: give its dimensions with --model")
+
+
 def find_adapters(args: Arguments) -> None:
     """Adds a finding if only low-rank adapters are trained."""
     kinds = ("finetuning_type", "tuner_type", "train_type", "adapter", "peft_scheme", "peft")

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
 from autopar.targets import deepspeed
-from autopar.targets.arguments import Arguments, find_adapters, options_of, unread_files
+from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.shell import read_script
 from autopar.targets.target import NotExpressible, Source, Target, heads_divide, nodes_of
@@ -124,9 +124,7 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
 
 
 def _note(args: Arguments, trainer: str) -> None:
-    model = args.text("model.model_name_or_path", "actor.model_name_or_path", "pretrain")
-    if model:
-        args.find("note", f"the model is {model}: give its dimensions with --model")
+    note_model(args, "model.model_name_or_path", "actor.model_name_or_path", "pretrain")
     if "ppo" in trainer:
         args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
     elif trainer == "train_dpo":

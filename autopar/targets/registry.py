@@ -18,11 +18,13 @@ from autopar.targets.openrlhf import OPENRLHF
 from autopar.targets.target import Source, Target
 from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.transformers import TRANSFORMERS
+from autopar.targets.verl import VERL
 
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
         OPENRLHF,
+        VERL,
         ACCELERATE,
         TRANSFORMERS,
         TORCHTITAN,

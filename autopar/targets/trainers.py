@@ -18,6 +18,7 @@ from autopar.targets.arguments import (
     is_false,
     is_none,
     is_true,
+    note_model,
     options_of,
     read_mapping,
     unread_files,
@@ -55,8 +56,7 @@ def read(source: Source) -> Job:
     per_node = args.whole("nproc_per_node", "num_gpus", "NPROC_PER_NODE") or base.gpus_per_node
     nodes = args.whole("nnodes", "num_nodes", "num_machines")
     gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
-    if model := args.text("model_name_or_path", "base_model", "model", "model_id"):
-        args.find("note", f"the model is {model}: give its dimensions with --model")
+    note_model(args, "model_name_or_path", "base_model", "model", "model_id")
     find_adapters(args)
     job = args.job(
         base.framework,
