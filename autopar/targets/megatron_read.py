@@ -145,8 +145,9 @@ def _of_script(source: Source) -> Job:
     elif "actor_num_nodes" in options:
         options = filled_in(options)  # of slime
     options |= _processes(options, script)
-    more, told = _of_deepspeed(options, script.reader(source.read_file))
-    options, findings = options | more, [*findings, *told]
+    of_file, told = _of_deepspeed(options, script.reader(source.read_file))
+    options |= of_file
+    findings += told
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)

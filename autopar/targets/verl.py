@@ -114,13 +114,13 @@ def _micro(args: Arguments, cp: int, seq: int | None, gpus: int | None) -> int:
         micro = max(1, held // seq) if seq else 1
         args.find("note", f"micro-batches hold {held} tokens: priced as {micro} of {seq}")
         return micro
-    micro, total = args.whole(*_NAMES["micro"]), args.whole(f"{_ACTOR}ppo_micro_batch_size")
-    if micro is None and total and gpus:  # of all ranks, in earlier versions
+    own, total = args.whole(*_NAMES["micro"]), args.whole(f"{_ACTOR}ppo_micro_batch_size")
+    if own is None and total and gpus:  # of all ranks, in earlier versions
         return max(1, total * cp // gpus)
-    if micro is None:
+    if own is None:
         args.find("unknown", "the micro-batch does not stand in the file: 1 is taken",
                   legal=("give --micro-batch",))  # fmt: skip
-    return micro or 1
+    return own or 1
 
 
 def _note(args: Arguments) -> None:
