@@ -40,7 +40,7 @@ NEUTRAL = re.compile(
     r"mtp_loss.*|sft.*|config|yaml_cfg|use_flash_attn|export|name|explicit_log_dir|exp_.*|seed_.*|barrier_with.*|deterministic_mode|"
     r"q_lora_rank|kv_lora_rank|qk_(head|pos_emb_head)_dim|v_head_dim|encoder_seq_length|decoder_.*|params_dtype|"
     r"accumulate_allreduce_grads_in_fp32|consumed.*|iteration|model_type|world_size|data_parallel_size|overlap_p2p_comm|"
-    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
+    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|role|structured_logs.*|label|[cg]pu_bind.*|kill_on_bad_exit|container_.*|mpi|unbuffered|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
     r"data_(impl|prefix)|.*_dir|output_.*|dataset.*|split_dataset.*|num_train_epochs|epochs|max_(steps|epochs|padding|prompt|response|num_seqs).*|"
     r".*_tokenizer.*|extra_vocab_size|(deepspeed|codecarbon|kill_switch|trigger|special_tokens)_.*|deepspeed|abort_on_.*|embed_layernorm|"
     r"universal_.*|no_pipeline_parallel|DDP_impl|no_query_key.*|(no_)?persist_.*|bias|(bias|masked)_.*fusion|fp16_lm_.*|"
@@ -119,7 +119,11 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=int(groups) if counted and groups else heads,
+        kv_heads=1
+        if args.text("attention_head_type") == "multiquery"
+        else int(groups)
+        if counted and groups
+        else heads,
         head_dim=args.whole("kv_channels") or (hidden // heads if heads else 0),
         ffn=ffn,
         vocab=_vocabulary(args),

@@ -25,6 +25,10 @@ MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
+_ENVIRONMENT = re.compile(
+    r"(^|/)(\.?(bash|zsh|z)?(rc|profile|env)|\.bash_profile|activate|conda\.sh|setvars\.sh|env_?vars?\.sh|modules?\.sh|lmod\.sh|init/\w+)$"
+)
+"""Files that set up the shell and its programs: no options of a training stand there."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 ReadFile = Callable[[str], str | None]
 """Returns the text of a file that a script reads with `source`, or None."""
@@ -279,6 +283,8 @@ class _Reader(Expansion):
         # `source $(dirname $0)/common.sh`: the folder is not known, and is most often that of the script
         known = name.rpartition(CLOSE)[2].lstrip("/") if not is_known(name) else name
         text = self.read_file(known) if known and is_known(known) else None
+        if text is None and _ENVIRONMENT.search(shown_value(name).strip()):
+            return
         if text is None:
             self.script.unread.append(shown_value(name))
         else:

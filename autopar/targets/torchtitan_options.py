@@ -24,7 +24,7 @@ _NEUTRAL = re.compile(
     r"mixed_precision_reduce)|model\.(hf_assets_path|tokenizer_path|print_after_conversion)|compile\.(components|backend)|"
     r"parallelism\.(context_parallel_(load_balancer|rotate_method)|spmd_backend|pipeline_parallel_schedule_csv)|module|config|"
     r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path|m|"
-    r"quantize\.(grouped_mm|linear)\..*|model\.norm_type|training\.warmup_steps|float8\.enable_float8_linear"
+    r"quantize\.(grouped_mm|linear)\..*|model\.norm_type|training\.(warmup_steps|(shuffle_)?seed)|node_rank|max_restarts|master_(addr|port)|float8\.enable_float8_linear"
 )
 
 

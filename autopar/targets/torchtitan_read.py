@@ -32,6 +32,11 @@ EARLIER = {
 """Today's names of options of 2024."""
 
 
+_SIZES = tuple(f"{T}{name}" for name in ("local_batch_size", "batch_size", "seq_len"))
+_STARTS = re.compile(r"^--(parallelism|training|job)\.|torchtitan|(^|/)(train\.py|run_train\.sh)$")
+"""Words of a command that starts a training."""
+
+
 def looks_like_torchtitan(source: Source) -> bool:
     """Whether the text sets degrees of torchtitan."""
     text = source.text
@@ -44,6 +49,8 @@ def looks_like_torchtitan(source: Source) -> bool:
         is not None
         or "data_parallel_shard_degree" in text
         or "tensor_parallel_degree" in text
+        or re.search(r"--job\.config[_-]file|torchtitan\.train\b", text) is not None
+        or re.search(r"^[^#\n]*\bCONFIG_FILE=\S*\.toml", text, re.MULTILINE) is not None
     )
 
 
@@ -81,18 +88,26 @@ def _of_toml(source: Source) -> dict[str, str]:
 def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
     script = read_script(source.text, source.read_file)
     found, findings = dict[str, str](), list[Finding]()
-    for words, _ in script.commands:
+    for _, words in script.programs():
+        if not any(_STARTS.search(word) for word in words):
+            continue
         policies = [word for word in words if word.startswith("activation-checkpoint:")]
         found |= options_of(word for word in words if word not in policies)
         found |= {MODE: policies[-1].partition(":")[2].replace("-", "_")} if policies else {}
     for name in [name for name in found if ".no_" in name]:
         found[name.replace(".no_", ".", 1)] = "False"
         del found[name]
+    found = {EARLIER.get(name, name): value for name, value in found.items()}
     path = found.pop("job.config_file", "") or script.variables.get("CONFIG_FILE", "")
     if isinstance(path, str) and path.endswith(".toml"):
-        if text := source.read_file(path):
+        if text := script.reader(source.read_file)(path):
             found = _of_toml(Source(text, path)) | found
         else:
+            if not any(key.startswith(P) or key in _SIZES for key in found):
+                raise AutoparError(
+                    f"no job: the values of {source.name} stand in {path}, which is not beside it: "
+                    f"put it there, or autopar check {path}"
+                )
             what = f"values stand in {path}, which is not beside the file: the defaults are read"
             findings.append(Finding("unknown", what, legal=(f"put {path} beside it",)))
     if "module" not in found:  # before 0.3

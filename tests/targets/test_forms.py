@@ -528,6 +528,60 @@ def test_pipelines_of_torchtitan_without_a_global_batch(tmp_path) -> None:
     assert (by.micro_batch, by.micro_batches_on(16)) == (2, 4)
 
 
+NANO = """
+parallelism: {dp: 4, pp: 1, tp: 2, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER, recompute_granularity: SELECTIVE}
+optimizer: {zero_stage: 0, accumulate_grad_in_fp32: true}
+tokens: {batch_accumulation_per_replica: 2, micro_batch_size: 1, sequence_length: 4096}
+learning_rate_scheduler: {lr_warmup_steps: 10}
+"""
+
+
+def test_models_of_nanotron_that_are_no_llama(tmp_path) -> None:
+    text = (
+        NANO
+        + """model:
+  model_config: {is_starcoder2_config: true, grouped_query: true, num_kv_heads: 4, hidden_size: 4608, num_attention_heads: 36,
+                 num_hidden_layers: 32, vocab_size: 49152, activation_function: gelu, resid_pdrop: 0.1, attn_pdrop: 0.1}
+  dtype: bfloat16
+"""
+    )
+    job = job_of(tmp_path, "a.yaml", text)
+    shape = job.shape
+    assert (shape.kv_heads, shape.gated, shape.ffn, job.facts.dropout) == (4, False, 4 * 4608, 0.1)
+    assert (job.layout.recompute, job.unpriced) == ("selective", ())
+    earlier = "model: {hidden_size: 2048, num_attention_heads: 16, n_inner: 8192, n_layer: 24, "
+    earlier += "vocab_size: 49152, activation_function: gelu}\n"
+    shape = job_of(tmp_path, "b.yaml", NANO + earlier).shape
+    assert (shape.layers, shape.hidden, shape.ffn, shape.kv_heads) == (24, 2048, 8192, 16)
+    other = text.replace("grouped_query: true, num_kv_heads: 4", "multi_query: true")
+    assert job_of(tmp_path, "c.yaml", other).shape.kv_heads == 1
+
+
+def test_one_head_of_keys_in_bigcodes_megatron(tmp_path) -> None:
+    start = "source $HOME/.bashrc\n. venv/bin/activate\ntorchrun --role x --nproc_per_node 8"
+    text = f"{start} pretrain_gpt.py {MODEL} --attention-head-type multiquery"
+    job = job_of(tmp_path, "a.sh", text)
+    assert job.shape.kv_heads == 1 and job.unpriced == ()
+    assert "activate" not in said(job, "unknown") and "bashrc" not in said(job, "unknown")
+
+
+def test_scripts_of_torchtitan_that_name_their_configuration(tmp_path) -> None:
+    toml = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nbatch_size = 3\ntensor_parallel_degree = 8\n"
+    toml += "data_parallel_shard_degree = 4\n"
+    start = "#SBATCH --nodes=4\nsrun --gpus 8 torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 ./train.py "
+    text = "CONFIG_FILE=${CONFIG_FILE:-'train_configs/a.toml'}\npython tool.py --seq_len 1\n"
+    text += f"{start}--job.config_file $CONFIG_FILE"
+    (tmp_path / "train_configs").mkdir()
+    (tmp_path / "train_configs" / "a.toml").write_text(toml)
+    job = job_of(
+        tmp_path, "a.sh", f"{text} --training.tensor_parallel_degree 2 --training.shuffle_seed 7"
+    )
+    by = job.layout
+    assert (job.gpus, by.tp, by.dp, by.micro_batch, job.shape.layers) == (32, 2, 4, 3, 32)
+    with pytest.raises(AutoparError, match=r"stand in other.toml, which is not beside it"):
+        job_of(tmp_path, "b.sh", f"{start}--job.config_file other.toml --training.shuffle_seed 7")
+
+
 @pytest.mark.parametrize(
     ("options", "adapters"),
     [
