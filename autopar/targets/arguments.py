@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import CLOSE, OPEN, Script, is_known, shown_value
+from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Finding, Job
+from autopar.targets.shell_syntax import CLOSE, OPEN
 
 _TRUE = ("", "true", "1", "yes", "on")
 _NONE = ("none", "null")

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.shell_syntax import Part, Word, parse_text
+from autopar.targets.shell_syntax import CLOSE, OPEN, Part, Word, parse_text
 
-OPEN, CLOSE = "\ue000", "\ue001"
-"""Brackets around the description of a value that is not known, inside an expanded text."""
 Value = str | tuple[str, ...]
 
 

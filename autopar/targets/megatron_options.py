@@ -109,6 +109,7 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
     )
     experts = args.whole("num_experts", "num_moe_experts", least=0) or 0
+    experts = 0 if experts == 1 else experts  # one that all tokens take is a dense layer
     untied = args.flag("untie_embeddings_and_output_weights")
     shared = args.flag("share_embeddings_and_output_weights")
     args.text("position_embedding_type")
@@ -128,10 +129,10 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         ffn=ffn,
         vocab=_vocabulary(args),
         experts=experts,
-        top_k=(args.whole("moe_router_topk") or 2) if experts else 0,
+        top_k=_top_k(args) if experts else 0,
         moe_ffn=(args.whole("moe_ffn_hidden_size") or ffn) if experts else 0,
         shared_ffn=args.whole("moe_shared_expert_intermediate_size", least=0) or 0,
-        first_dense=_first_dense(args) if experts else 0,
+        first_dense=_first_dense(args, layers) if experts else 0,
         mtp=args.whole("mtp_num_layers", least=0) or 0,
         gated=gated,
         tied=not untied if shared is None else shared,
@@ -142,6 +143,12 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
     )
 
 
+def _top_k(args: Arguments) -> int:
+    """The experts of a token; the default of Megatron-DeepSpeed is one."""
+    default = 1 if "moe_expert_parallel_size" in args.values else 2
+    return args.whole("moe_router_topk", "topk") or default
+
+
 def _latent(args: Arguments) -> tuple[int, ...]:
     if not args.flag("multi_latent_attention"):
         return ()
@@ -150,12 +157,19 @@ def _latent(args: Arguments) -> tuple[int, ...]:
     return tuple(args.whole(n, least=0) or d for n, d in zip(names, defaults, strict=True))
 
 
-def _first_dense(args: Arguments) -> int:
-    """The dense layers before the first one with experts, from `--moe-layer-freq`."""
+def _first_dense(args: Arguments, layers: int) -> int:
+    """The dense layers of a model with experts: those before the first one with experts, from
+    `--moe-layer-freq`. Dense layers that alternate with others are counted as the first ones.
+    """
+    if "moe_expert_parallel_size" in args.values:  # of Megatron-DeepSpeed
+        every = args.whole("expert_interval") or 2
+        return _alternating(args, layers - layers // every, f"expert_interval {every}")
     text = args.text("moe_layer_freq")
     if text in (None, "", "1"):
         return 0
     pattern = re.sub(r"\s", "", str(text))
+    if re.fullmatch(r"\d{1,4}", pattern) and int(pattern):
+        return _alternating(args, layers - -(-layers // int(pattern)), f"moe_layer_freq {text}")
     sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
     if sums is None:
         args.find(
@@ -164,13 +178,16 @@ def _first_dense(args: Arguments) -> int:
         return 0
     parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
     bits = "".join(part.replace(",", "") * int(count or 1) for part, count in parts)
-    dense = len(bits) - len(bits.lstrip("0"))
-    if "0" in bits[dense:]:
-        args.find(
-            "note",
-            f"moe_layer_freq {text}: dense layers behind the first with experts are priced as if they had experts",
-        )
-    return dense
+    if "0" in bits.lstrip("0"):
+        return _alternating(args, bits.count("0"), f"moe_layer_freq {text}")
+    return bits.count("0")
+
+
+def _alternating(args: Arguments, dense: int, option: str) -> int:
+    """The number of dense layers, with a note that they are priced as the first ones."""
+    if dense > 0:
+        args.find("note", f"{option}: the {dense} layers without experts are priced as the first")
+    return max(0, dense)
 
 
 def _vocabulary(args: Arguments) -> int:
@@ -331,7 +348,9 @@ def _recompute(args: Arguments) -> tuple[str, int]:
 
 def _offload(args: Arguments) -> str:
     fraction = args.number("optimizer_offload_fraction")
-    if not args.flag("optimizer_cpu_offload"):
+    if args.flag("offload_param"):  # of DeepSpeed
+        return "parameters"
+    if not args.flag("optimizer_cpu_offload", "cpu_optimizer"):
         return "none"
     if fraction is not None and fraction < 1:
         args.find(
@@ -382,7 +401,9 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
 def _devices(args: Arguments) -> tuple[int | None, int | None]:
     """(devices, devices of a node), as far as the launcher says them."""
     world = args.whole("world_size")
-    per_node = args.whole("nproc_per_node", "gpus_per_node", "devices", "n_gpus_per_node")
+    per_node = args.whole(
+        "nproc_per_node", "gpus_per_node", "devices", "n_gpus_per_node", "num_gpus"
+    )
     nodes = args.text("nnodes", "num_nodes")
     if nodes and (elastic := re.fullmatch(r"(\d+):(\d+)", nodes)):
         args.find("note", f"nnodes {nodes} is elastic: priced for {elastic[2]} nodes")

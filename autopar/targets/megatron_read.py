@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.targets.arguments import (
     flat,
     flat_texts,
+    is_none,
     options_of,
     read_mapping,
     unread_files,
@@ -123,7 +124,9 @@ def _of_script(source: Source) -> Job:
         )
     else:
         words = _joined_layout(script, best, findings)
-        if other := next((word for word in words if _NO_TRAINING.search(word)), ""):
+        task = options_of(words).get("task", "")
+        other = f"--task {task}" if _TASKS.search(task) else ""
+        if other := other or next((word for word in words if _NO_TRAINING.search(word)), ""):
             raise AutoparError(f"no job: {other} of {source.name} does not train")
     options = options_of(words)
     for word in words:
@@ -157,7 +160,8 @@ def _of_deepspeed(
     options: Mapping[str, str], read_file: ReadFile
 ) -> tuple[dict[str, str], list[Finding]]:
     """What the file of DeepSpeed says that the options name: its stage of ZeRO counts, not that of
-    the options. With findings if it is not there, or contradicts the micro-batch.
+    the options, and what it offloads. With findings if it is not there, or contradicts the
+    micro-batch.
     """
     name = options.get("deepspeed_config", "")
     if not name or "deepspeed" not in options:
@@ -180,13 +184,20 @@ def _of_deepspeed(
     if micro.isdigit() and options.get("micro_batch_size", micro) != micro:
         what = f"--micro-batch-size is {options['micro_batch_size']}, and {name} says {micro}"
         findings.append(Finding("contradiction", f"{what}: the options count"))
-    return {"zero_stage": stage}, findings
+    found = {"zero_stage": stage}
+    devices = [inner.get(f"zero_optimization.offload_{what}.device", "none")
+               for what in ("optimizer", "param")]  # fmt: skip
+    found |= {"cpu_optimizer": "true"} if not is_none(devices[0]) else {}
+    return found | ({"offload_param": "true"} if not is_none(devices[1]) else {}), findings
 
 
 _NO_TRAINING = re.compile(
-    r"(text_gen|generat|server|inference|convert|export|quantize|preprocess|merge)\w*\.py$"
+    r"(text_gen|generat|server|inference|convert|export|quantize|preprocess|merge|eval|analy[sz]e|hf2\w|\w2hf|(hf|mcore|megatron)_?to_?)\w*\.py$|"
+    r"^--analyzing[-_]task$"
 )
-"""Programs with Megatron-LM's options that do not train."""
+"""Programs with Megatron-LM's options that do not train, and an option of one."""
+_TASKS = re.compile(r"eval|prompt|lambada|wikitext|zeroshot|generation", re.I)
+"""Values of `--task` that do not train."""
 _PROCESSES = {
     "nproc_per_node": ("NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"),
     "nnodes": ("NNODES", "SLURM_NNODES"),
@@ -201,8 +212,10 @@ def _processes(options: Mapping[str, str], script: Script) -> dict[str, str]:
         places = [place for place in variables if place in script.variables]
         if places and name not in options:
             found[name] = script.text_of(places[0])
-    alone = "nproc_per_node" in {**found, **options} and "nnodes" not in {**found, **options}
-    return found | ({"nnodes": "1"} if alone else {})  # of torchrun
+    known = {**found, **options}.keys()
+    several = not known.isdisjoint(("nnodes", "num_nodes", "hostfile"))
+    alone = not known.isdisjoint(("nproc_per_node", "num_gpus")) and not several
+    return found | ({"nnodes": "1"} if alone else {})  # of torchrun and deepspeed
 
 
 def _matters(note: str) -> bool:

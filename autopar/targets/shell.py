@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
 from autopar.targets.expansion import (
-    CLOSE,
     Expansion,
     Script,
     Value,
@@ -19,7 +18,7 @@ from autopar.targets.expansion import (
     shown_value,
     unknown,
 )
-from autopar.targets.shell_syntax import Block, Command, Node, Part, Word, parse
+from autopar.targets.shell_syntax import CLOSE, Block, Command, Node, Part, Word, parse
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
@@ -82,6 +81,7 @@ class _Reader(Expansion):
         self.read_file = read_file
         self.functions: dict[str, tuple[Node, ...]] = {}
         self.steps = self.depth = self.branches = 0
+        self.piped: str | None = None  # what `sed` hands to the next command
 
     # ------------------------------------------------------------------------------------ commands
 
@@ -182,8 +182,29 @@ class _Reader(Expansion):
         expanded = tuple(field for word in words[at:] for field in self.fields(word))
         if expanded and node.document is not None and self._takes_document(expanded, node):
             return
-        if expanded:
+        if expanded and expanded[0] == "sed":
+            self._edits(expanded, node)
+        elif expanded:
+            self.piped = None
             self._call(expanded, node)
+
+    def _edits(self, words: tuple[str, ...], node: Command) -> None:
+        """Takes over what `sed "s/A/B/" FILE > OTHER` writes, also behind a pipe. Only plain texts are
+        replaced; with another edit the file is not known.
+        """
+        rest = [word for word in words[1:] if word != "-e"]
+        text = self.piped
+        if len(rest) == 2 and is_known(rest[1]):
+            text = self.script.reader(self.read_file)(rest[1])
+        found = re.fullmatch(r"s(\W)([\w .:{}<>@%-]+)\1([^\n]*?)\1g?", rest[0]) if rest else None
+        self.piped = None
+        if text is None or found is None or len(rest) > 2 or self.unsure:
+            return
+        text = text.replace(found[2], found[3].replace(f"\\{found[1]}", found[1]))
+        if node.end == "|":
+            self.piped = text
+        elif (file := self.text(node.written)) and is_known(file):
+            self.script.files[file] = text
 
     def _takes_document(self, words: tuple[str, ...], node: Command) -> bool:
         """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another

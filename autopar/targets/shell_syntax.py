@@ -12,6 +12,8 @@ from autopar.errors import AutoparError
 
 MOST_CHARACTERS = 2_000_000
 """The largest script that is read."""
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Brackets around the description of a value that is not known, inside an expanded text."""
 MOST_DEPTH = 60
 """The deepest nesting of quotes, expansions and blocks."""
 
@@ -191,6 +193,10 @@ class _Scanner:
             if place := self._placeholder():
                 parts.append(Part("place", place, True))
                 self.at += len(place)
+            elif character == OPEN and (end := self.text.find(CLOSE, self.at)) > 0:
+                # a value that is not known, in a text that is read again
+                parts.append(Part("text", self.text[self.at : end + 1], True))
+                self.at = end + 1
             elif character in _ENDS:
                 break
             elif character == "'":

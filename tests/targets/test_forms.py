@@ -74,6 +74,75 @@ deepspeed pretrain_gpt.py {MODEL} --micro-batch-size 2 --global-batch-size 64 --
     assert job_of(tmp_path, "e.sh", text).layout.zero == 3
 
 
+def test_a_file_that_sed_writes_from_a_template(tmp_path) -> None:
+    template = (
+        '{"train_micro_batch_size_per_gpu": MBSIZE, "zero_optimization": {"stage": ZERO_STAGE}}'
+    )
+    script = f"""template=ds_TEMPLATE.json
+config=ds_$RUN.json
+sed "s/MBSIZE/4/" $template \\
+    | sed "s/ZERO_STAGE/2/" > $config
+options="--deepspeed --deepspeed_config $config --num-experts 1"
+run="deepspeed --num_gpus 4 pretrain_gpt.py {MODEL} --micro-batch-size 4 $options &> log/$(($(a --b=c | wc -l)-2))_$(hostname).log"
+eval ${{run}}
+"""
+    job = job_of(tmp_path, "a.sh", f"RUN=x\n{script}", ds_TEMPLATE__json=template)
+    assert (job.layout.zero, job.gpus, job.shape.experts) == (2, 4, 0)
+    assert said(job, "unknown", "contradiction") == "" and job.unpriced == ()
+    other = script.replace("s/MBSIZE/4/", "s/[A-Z]*/4/")
+    job = job_of(tmp_path, "b.sh", f"RUN=x\n{other}", ds_TEMPLATE__json=template)
+    assert "the stage of ZeRO stands in ds_x.json" in said(job, "unknown")
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['{"offload_optimizer": {"device": "cpu"}}', '{"offload_param": {"device": "cpu"}}', "{}"],
+)
+def test_what_the_file_of_deepspeed_offloads(config: str, tmp_path) -> None:
+    text = f"deepspeed pretrain_gpt.py {MODEL} --deepspeed --deepspeed_config ds.json"
+    ds = f'{{"zero_optimization": {config}}}'
+    offload = job_of(tmp_path, "a.sh", text, ds__json=ds).layout.offload
+    assert offload == {"o": "optimizer", "p": "parameters"}.get(
+        config.partition("_")[2][:1], "none"
+    )
+    assert job_of(tmp_path, "b.sh", f"{text[:-30]} --cpu-optimizer").layout.offload == "optimizer"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "tools/analyze_data.py --analyzing-task map",
+        "tasks/main.py --task RETRIEVER-EVAL",
+        "evaluate_hf.py",
+        "hf2mcore_qwen.py",
+        "tasks/main.py --task LAMBADA",
+    ],
+)
+def test_more_programs_that_do_not_train(program: str, tmp_path) -> None:
+    with pytest.raises(AutoparError, match="does not train"):
+        job_of(tmp_path, "a.sh", f"torchrun {program} {MODEL}")
+
+
+@pytest.mark.parametrize(
+    ("options", "dense", "top_k", "noted"),
+    [
+        ("--expert-model-parallel-size 4", 0, 2, False),
+        ("--moe-layer-freq 1", 0, 2, False),
+        ("--moe-layer-freq 5", 9, 2, True),  # layers 0, 5 and 10 of 12 have experts
+        ("--moe-layer-freq '([0]*3+[1]*9)'", 3, 2, False),
+        ("--moe-layer-freq '([0,1]*6)' --moe-router-topk 4", 6, 4, True),
+        ("--moe-expert-parallel-size 4", 6, 1, True),
+        ("--moe-expert-parallel-size 4 --expert-interval 1 --topk 2", 0, 2, False),
+    ],
+)
+def test_layers_without_experts(
+    options: str, dense: int, top_k: int, noted: bool, tmp_path
+) -> None:
+    job = job_of(tmp_path, "a.sh", f"torchrun pretrain_gpt.py {MODEL} --num-experts 8 {options}")
+    assert (job.shape.first_dense, job.shape.top_k, job.unpriced) == (dense, top_k, ())
+    assert ("priced as the first" in said(job, "note")) is noted
+
+
 def test_a_here_document_that_a_variable_holds(tmp_path) -> None:
     text = f"TP=4\nread -r -d '' CMD <<EOF\npretrain_gpt.py {MODEL} \\\n  --tensor-model-parallel-size $TP\nEOF\n"
     assert job_of(tmp_path, "a.sh", f"{text}torchrun $CMD").layout.tp == 4
