@@ -5,6 +5,7 @@ DeepSpeed-Chat take these too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -116,6 +117,8 @@ def _engine(args: Arguments, source: Source) -> Job:
         args.find("unknown", f"sharding stands in {name}, which is not beside the file",
                   legal=(f"put {name} beside it", f"autopar check {name}"))  # fmt: skip
         return Job("deepspeed" if name == file else "accelerate")
+    if (launched := _of_launcher(args)) is not None:
+        return launched
     stage = re.search(r"zero[_-]?(\d)", file)
     if stage or "zero_stage" in args.values:
         zero = int(stage[1]) if stage else args.whole("zero_stage", least=0) or 0
@@ -130,6 +133,33 @@ def _engine(args: Arguments, source: Source) -> Job:
         args.find("unknown", "the file does not say what shards the states: read as whole copies (DDP)",
                   legal=("autopar check the file of Accelerate or DeepSpeed, with --micro-batch",))  # fmt: skip
     return Job("accelerate", layout=layout)
+
+
+_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps",
+              "deepspeed_config_file")  # fmt: skip
+"""Options of `accelerate launch` that its file has in the block of DeepSpeed."""
+
+
+def _of_launcher(args: Arguments) -> Job | None:
+    """The job that options of `accelerate launch` say, such as `--use_fsdp`; None without any."""
+    deepspeed_on, fsdp_on = args.flag("use_deepspeed"), args.flag("use_fsdp")
+    sizes = {n: v for n, v in args.values.items() if n.startswith("parallelism_config_")}
+    if not (deepspeed_on or fsdp_on or sizes):
+        return None
+    fsdp = {n: v for n, v in args.values.items() if n.startswith("fsdp_") and n != "fsdp_config"}
+    zero = {n: args.values[n] for n in _DEEPSPEED if n in args.values}
+    kept = {
+        n: args.values[n]
+        for n in ("num_processes", "num_machines", "mixed_precision")
+        if n in args.values
+    }
+    kind = "DEEPSPEED" if deepspeed_on else "FSDP" if fsdp_on else "MULTI_GPU"
+    data: dict[str, object] = {"distributed_type": kind, **kept}
+    data |= {"fsdp_config": fsdp} if fsdp_on else {}
+    data |= {"deepspeed_config": zero} if deepspeed_on else {}
+    data |= {"parallelism_config": sizes} if sizes else {}
+    args.read.update((*sizes, *fsdp, *zero, *kept, "use_parallelism_config"))
+    return accelerate.read(Source(json.dumps(data), "accelerate.json"))
 
 
 def _fsdp(args: Arguments) -> Layout:

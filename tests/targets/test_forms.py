@@ -668,6 +668,27 @@ def test_low_rank_adapters(options: str, adapters: bool, tmp_path) -> None:
     assert ("low-rank" in said(job_of(tmp_path, "a.sh", text), "unknown")) is adapters
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--use_fsdp --fsdp_sharding_strategy FULL_SHARD --fsdp_backward_prefetch BACKWARD_PRE", {"zero": 3}),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", {"zero": 2}),
+        ("--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false --fsdp_offload_params true", {"zero": 2, "offload": "parameters"}),
+        ("--use_fsdp --fsdp_version 2 --fsdp_activation_checkpointing true --parallelism_config_tp_size 2 "
+         "--parallelism_config_dp_shard_size 4", {"zero": 3, "tp": 2, "dp": 4, "recompute": "full"}),
+        ("--use_deepspeed --zero_stage 2 --offload_optimizer_device cpu", {"zero": 2, "offload": "optimizer"}),
+        ("--multi_gpu", {"zero": 0}),
+    ],
+)  # fmt: skip
+def test_options_of_accelerates_launcher(options: str, expected: dict, tmp_path) -> None:
+    start = "accelerate launch --num_processes 8 --num_machines 1 --mixed_precision bf16"
+    text = f"{start} {options} train.py --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+    job = job_of(tmp_path, "a.sh", text)
+    assert {name: getattr(job.layout, name) for name in expected} == expected
+    assert (job.layout.micro_batch, job.layout.accumulation, job.gpus) == (4, 2, 8)
+    assert job.unpriced == () and said(job, "unknown") == ""
+
+
 def test_sharding_that_another_file_says(tmp_path) -> None:
     text = "model_name_or_path: a/b\nper_device_train_batch_size: 1\nbf16: true\n"
     assert "what shards the states" in said(job_of(tmp_path, "sft.yaml", text), "unknown")
