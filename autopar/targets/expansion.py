@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.shell_syntax import CLOSE, OPEN, Part, Word, parse_text
+from autopar.targets.shell_syntax import CLOSE, OPEN, Part, Word, document_word, parse_text
 
 Value = str | tuple[str, ...]
+_CAT = re.compile(r"\s*cat\s+<<-?\s*(['\"]?)(\w+)\1[^\S\n]*\n(.*?)\n?\t*\2\s*", re.DOTALL)
+"""A command substitution that is a here-document."""
 
 
 def unknown(what: str) -> str:
@@ -118,6 +120,10 @@ class Expansion:
             return (part.text,)
         if part.kind == "place":
             return (unknown(part.text),)
+        if part.kind == "command" and (document := _CAT.fullmatch(part.text)):
+            literal = bool(document[1])
+            text = document[3] if literal else self.text(document_word(document[3]))
+            return (text.strip("\n"),)
         if part.kind == "command":
             return (unknown(f"$({part.text.strip()[:60]})"),)
         if part.kind == "sum":

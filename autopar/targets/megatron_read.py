@@ -208,9 +208,13 @@ _PROCESSES = {
 def _processes(options: Mapping[str, str], script: Script) -> dict[str, str]:
     """The processes of a node and the nodes that the options do not say, by option."""
     found: dict[str, str] = {}
+    if options.keys().isdisjoint(("nproc_per_node", "nnodes", "num_gpus", "gpus_per_node")):
+        launchers = [options_of(words) for _, words in script.programs()]
+        launcher = next((o for o in launchers if "nproc_per_node" in o), {})
+        found = {name: launcher[name] for name in _PROCESSES if name in launcher}
     for name, variables in _PROCESSES.items():
         places = [place for place in variables if place in script.variables]
-        if places and name not in options:
+        if places and name not in options and name not in found:
             found[name] = script.text_of(places[0])
     known = {**found, **options}.keys()
     several = not known.isdisjoint(("nnodes", "num_nodes", "hostfile"))

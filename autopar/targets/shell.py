@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
@@ -101,13 +102,13 @@ class _Reader(Expansion):
             self.steps += 1
             if self.steps > MOST_STEPS:
                 raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
-            if isinstance(node, Block):
-                self._block(node)
-                continue
             self.unsure += verdict is None
             if verdict is not False:
-                self._command(node)
+                self._block(node) if isinstance(node, Block) else self._command(node)
             self.unsure -= verdict is None
+            if isinstance(node, Block):
+                verdict = True
+                continue
             # `test && command`: the command runs only if the test says so
             verdict = True
             if node.end in ("&&", "||"):
@@ -289,9 +290,21 @@ class _Reader(Expansion):
             self._nested(" ".join(words[1:]), node)
         else:
             self.script.commands.append((words, node.end))
+            self._writes_or_runs(words, node)
             for word in words[1:]:
                 if re.search(r"\s--?\w", word) and re.search(r"\s", word.strip()):
                     self._nested(word, node)
+
+    def _writes_or_runs(self, words: tuple[str, ...], node: Command) -> None:
+        """Takes over `echo "$TEXT" > FILE`, and reads a script that was written so and is run now."""
+        if words[0] in ("echo", "printf") and len(words) == 2 and node.written:
+            file = self.text(node.written)
+            if is_known(file) and not self.unsure:
+                self.script.files[file] = words[1]
+        for shell, name in pairwise(words):
+            file = name.removeprefix("./")
+            if shell in ("bash", "sh") and file in self.script.files and self.depth < 20:
+                self._nested(self.script.files[file], node)
 
     def _nested(self, text: str, node: Command) -> None:
         """Reads a command that a word holds, as in `bash -c "torchrun ..."`."""

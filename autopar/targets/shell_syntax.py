@@ -181,7 +181,7 @@ class _Scanner:
                     break
                 lines.append(text)
             whole = "\n".join(lines)
-            word = (Part("text", whole, True),) if literal else _document_word(whole)
+            word = (Part("text", whole, True),) if literal else document_word(whole)
             yield Token("document", line, word=word)
         self.waiting = []
 
@@ -304,7 +304,7 @@ def _joined(parts: list[Part]) -> Word:
     return tuple(found)
 
 
-def _document_word(text: str) -> Word:
+def document_word(text: str) -> Word:
     """The word of a here-document. A quote in it is a plain character."""
     try:
         return _joined(_Scanner(text).quoted(""))

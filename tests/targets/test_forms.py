@@ -143,6 +143,53 @@ def test_layers_without_experts(
     assert ("priced as the first" in said(job, "note")) is noted
 
 
+def test_what_runs_only_if_a_test_fails(tmp_path) -> None:
+    text = "[[ -f $IMAGE ]] || { echo missing; exit 1; }\n[[ a == b ]] || { TP=2; }\n[[ a == a ]] || { TP=8; }\n"
+    text += f"torchrun pretrain_gpt.py {MODEL} --fp16 --tensor-model-parallel-size $TP"
+    job = job_of(tmp_path, "a.sh", text)
+    assert (job.facts.precision, job.layout.tp) == ("fp16", 2)
+
+
+def test_performance_recipes_of_megatron_bridge(tmp_path) -> None:
+    text = """worker=$(cat <<- EOM
+  python scripts/performance/run_script.py --gpu h100 --model_family_name llama --model_recipe_name llama3_70b --num_gpus 64 \\
+    --gpus_per_node 8 --compute_dtype fp8_cs --global_batch_size 256 --micro_batch_size 2 --seq_length 8192 \\
+    --tensor_model_parallel_size 4 --pipeline_model_parallel_size 8 --virtual_pipeline_model_parallel_size 5 \\
+    --use_megatron_fsdp False --max_steps 50 logger.log_throughput=True ddp.grad_reduce_in_fp32=false
+EOM
+)
+echo "$worker" > worker.sh
+torchrun --nproc-per-node=8 --nnodes=8 --no-python bash worker.sh
+"""
+    job, by = job_of(tmp_path, "a.sh", text), job_of(tmp_path, "a.sh", text).layout
+    assert (job.framework, job.gpus, job.gpus_per_node, job.seq) == ("bridge", 64, 8, 8192)
+    assert (by.tp, by.pp, by.vpp, by.micro_batch, by.zero, by.sequence_parallel) == (4, 8, 5, 2, 1, True)  # fmt: skip
+    assert (job.facts.precision, job.facts.fp8, job.facts.grads) == ("bf16", "tensorwise", "bf16")
+    assert job.unpriced == () and "the recipe llama3_70b" in said(job, "unknown")
+    short = (
+        "python setup_experiment.py -g h100 -mr llama3_8b -ng 16 -gn 8 -c bf16 -tp 2 -gb 64 -mb 1"
+    )
+    job = job_of(tmp_path, "b.sh", short)
+    assert (job.gpus, job.layout.tp, job.layout.global_batch) == (16, 2, 64)
+
+
+def test_a_script_that_is_written_and_run(tmp_path) -> None:
+    text = f"""TP=4
+worker=$(cat <<- EOM
+  nice -10 python pretrain_gpt.py {MODEL} --bf16 \\
+    --tensor-model-parallel-size $TP --train-iters \\$STEPS
+
+EOM
+)
+echo "$worker" > worker.sh
+chmod 777 worker.sh
+torchrun --nproc-per-node=8 --nnodes=2 --no-python bash worker.sh
+"""
+    job = job_of(tmp_path, "a.sh", text)
+    assert (job.layout.tp, job.facts.precision, job.gpus) == (4, "bf16", 16)
+    assert job_of(tmp_path, "b.sh", text.replace("EOM\n", "'EOM'\n", 1)).layout.tp == 4
+
+
 def test_a_here_document_that_a_variable_holds(tmp_path) -> None:
     text = f"TP=4\nread -r -d '' CMD <<EOF\npretrain_gpt.py {MODEL} \\\n  --tensor-model-parallel-size $TP\nEOF\n"
     assert job_of(tmp_path, "a.sh", f"{text}torchrun $CMD").layout.tp == 4
