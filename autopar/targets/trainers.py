@@ -54,6 +54,10 @@ def read(source: Source) -> Job:
     args.findings += findings
     base = _engine(args, source)
     layout = _layout(args, base.layout)
+    if _are_pairs(args, source):
+        args.find("note", "a sample is a pair of answers: priced as two sequences")
+        batch = layout.global_batch and 2 * layout.global_batch
+        layout = replace(layout, micro_batch=2 * layout.micro_batch, global_batch=batch)
     per_node = args.whole("nproc_per_node", "num_gpus", "NPROC_PER_NODE") or base.gpus_per_node
     nodes = args.whole("nnodes", "num_nodes", "num_machines")
     gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
@@ -71,6 +75,24 @@ def read(source: Source) -> Job:
     # what the engine's file leaves to the trainer is said here
     kept = [finding for finding in base.findings if "auto: the trainer decides" not in finding.what]
     return replace(job, findings=(*kept, *job.findings), unpriced=(*base.unpriced, *job.unpriced))
+
+
+_PAIRED = re.compile(r"(^|[_/. ])(dpo|orpo|cpo|simpo|ipo|reward|rm|reward_trainer)($|[_/. ])", re.I)
+"""Names of trainings whose samples are pairs: a chosen and a rejected answer."""
+_KINDS = ("stage", "rl", "rlhf_type", "reward_model")
+"""Options that name the kind of training: LLaMA-Factory's, Axolotl's, ms-swift's."""
+
+
+def _are_pairs(args: Arguments, source: Source) -> bool:
+    """Whether one forward reads a chosen and a rejected answer for each sample."""
+    kinds = [args.text(name) or "" for name in _KINDS]
+    if any(kinds):
+        return any(_PAIRED.search(kind) for kind in kinds) or kinds[-1].lower() == "true"
+    program = "/".join(args.values.get("program", "").split("/")[-2:])
+    called = re.search(r"\b(DPO|ORPO|CPO|Reward)Config\(", source.text) is not None
+    trl = {"beta", "max_prompt_length"} <= set(args.values) and "num_generations" not in args.values
+    named = re.search("kto|grpo|ppo", f"{program} {source.name}", re.I)
+    return _PAIRED.search(program) is not None or ((called or trl) and not named)
 
 
 def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source]:
@@ -92,6 +114,8 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
         options = options_of(words)
         if _has_micro(options):
             found = options
+            scripts = [w for w in words if w.endswith(".py")] or list(words[:3])
+            found["program"] = " ".join(scripts[-1:] if len(scripts) < 3 else scripts)
             if "swift" in words[0]:
                 found = {"gradient_checkpointing": "true", "bf16": "true"} | found
     if "NPROC_PER_NODE" in script.variables:

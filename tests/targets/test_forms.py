@@ -716,6 +716,37 @@ def test_low_rank_adapters(options: str, adapters: bool, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "pairs"),
+    [
+        ("a.sh", "torchrun scripts/dpo.py --per_device_train_batch_size 4", True),
+        ("a.sh", "trl dpo --per_device_train_batch_size 4", True),
+        (
+            "a.sh",
+            "torchrun scripts/run_sft.py --per_device_train_batch_size 4 --output_dir dpo/x",
+            False,
+        ),
+        ("a.sh", "swift rlhf --rlhf_type dpo --per_device_train_batch_size 4", True),
+        ("a.sh", "swift rlhf --rlhf_type grpo --per_device_train_batch_size 4", False),
+        ("a.yaml", "stage: dpo\nper_device_train_batch_size: 4\n", True),
+        ("a.yaml", "stage: sft\nper_device_train_batch_size: 4\n", False),
+        ("a.yaml", "base_model: a/b\nrl: dpo\nmicro_batch_size: 4\n", True),
+        ("a.yaml", "beta: 0.1\nmax_prompt_length: 512\nper_device_train_batch_size: 4\n", True),
+        (
+            "a.yaml",
+            "beta: 0.1\nmax_prompt_length: 512\nnum_generations: 8\nper_device_train_batch_size: 4\n",
+            False,
+        ),
+        ("kto.yaml", "beta: 0.1\nmax_prompt_length: 512\nper_device_train_batch_size: 4\n", False),
+        ("a.py", "args = DPOConfig(per_device_train_batch_size=4)", True),
+    ],
+)
+def test_samples_that_are_pairs(name: str, text: str, pairs: bool, tmp_path) -> None:
+    job = job_of(tmp_path, name, text)
+    assert job.layout.micro_batch == (8 if pairs else 4)
+    assert ("pair of answers" in said(job, "note")) is pairs and job.unpriced == ()
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ("--use_fsdp --fsdp_sharding_strategy FULL_SHARD --fsdp_backward_prefetch BACKWARD_PRE", {"zero": 3}),
