@@ -50,8 +50,8 @@ def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelF
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): the root unit holds embedding and head.
     They stay gathered, with their whole gradients, through backward. Of the blocks, one is computed
-    and the next is prefetched. The gradient of one block is being reduced, in the compute dtype and
-    again in fp32.
+    and the next is prefetched. Frozen parameters are gathered alike if ZeRO shares them out. The
+    gradient of one block is being reduced, in the compute dtype and again in fp32.
     """
     found = (
         outside_bytes(setting.mesh, setting.shard, setting.cluster.device)
@@ -62,10 +62,17 @@ def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelF
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
     elif setting.zero == 3 and setting.mesh.pp == 1 and setting.software.root_unit:
-        held = [(sum(p.parameters.gathered), p.local.facts.block.is_layer) for p in pricers]
-        found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
+        held = [(sum(p.parameters.gathered), p.parameters.frozen_scalars(setting)) for p in pricers]
+        are_layers = [p.local.facts.block.is_layer for p in pricers]
+        ends = [of for of, is_layer in zip(held, are_layers, strict=True) if not is_layer]
+        found += itemsize * sum(2 * trained + frozen for trained, frozen in ends)
         found += max(
-            [(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0
+            (
+                (3 * itemsize + 4) * trained + 2 * itemsize * frozen
+                for (trained, frozen), is_layer in zip(held, are_layers, strict=True)
+                if is_layer
+            ),
+            default=0,
         )
     elif setting.offload == "parameters" and not setting.gathers_by_segment:
         found += itemsize * _fetched_scalars(
@@ -115,8 +122,10 @@ def gathered_bytes(
     )
     alone, staying = _scalars_by_segment(pricers, model)
     largest = [max(p.parameters.gathered, default=0) for p in pricers]
+    frozen = [pricers[index].parameters.frozen_scalars(setting) for index in model.segments]
     for number, own in enumerate(model.segments):
-        ahead = alone[number - 1] if number and gathers_ahead else 0
+        here = alone[number] + frozen[number]
+        ahead = alone[number - 1] + frozen[number - 1] if number and gathers_ahead else 0
         before = number + 1  # in the order of forward
         moving = (
             min(alone[before], BUCKET_BYTES // 4 + largest[model.segments[before]])
@@ -124,7 +133,7 @@ def gathered_bytes(
             else 0
         )
         found[own] = max(
-            found[own], itemsize * (alone[number] + ahead + 2 * staying[number]) + 2 * 4 * moving
+            found[own], itemsize * (here + ahead + 2 * staying[number]) + 2 * 4 * moving
         )
     return found
 

@@ -40,7 +40,8 @@ class ClassPlace:
     input that is the same value in all segments to the (segment, output) that makes it. `has_loss`:
     the first output is the loss. `staying` are the parameters that the last segment reads too;
     under ZeRO-3 they stay gathered from its forward to its backward. `waiting` are the parameters
-    of the last segment whose gradients wait while a segment of this class runs backward.
+    of the last segment whose gradients wait while a segment of this class runs backward. `frozen`
+    are the parameters, not buffers, that no segment trains.
     """
 
     index: int
@@ -50,6 +51,7 @@ class ClassPlace:
     has_loss: bool
     staying: frozenset[str]
     waiting: tuple[torch.Tensor, ...]
+    frozen: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ class ModelFacts:
     def _places(self) -> list[ClassPlace]:
         """The place of each class, in the order of classes."""
         counts, common, staying = Counter(self.segments), self._common(), self._staying()
+        frozen = self._frozen()
         from_model = {
             (index, position)
             for reads, index in zip(self.reads, self.segments, strict=True)
@@ -161,6 +164,7 @@ class ModelFacts:
                 if index == self.last
                 else frozenset(name for own, name in staying if own == index),
                 waiting=() if index == self.last else self._tied_to_last(),
+                frozen=frozenset(frozen[index]),
             )
             for index, block in enumerate(self.traced.classes)
         ]
@@ -243,6 +247,16 @@ class ModelFacts:
             for number, node in places
         )
         return {place for place, count in read.items() if count == counts[place[0]]}
+
+    def _frozen(self) -> list[set[str]]:
+        """For each class, the parameter nodes that are frozen parameters in all of its segments."""
+        found = [set(_weights(block.graph)) for block in self.traced.classes]
+        for name, places in parameter_readers(self.traced).items():
+            spec = self.traced.parameters.get(name)
+            if spec is None or spec.buffer or spec.trainable:
+                for number, node in places:
+                    found[self.segments[number]].discard(node)
+        return found
 
     def _tied_to_last(self) -> tuple[torch.Tensor, ...]:
         """The parameters of the class `last` that other classes hold too; () if there is no such

@@ -27,20 +27,22 @@ Levels = Sequence[tuple[int, int]]
 
 
 class Elements(NamedTuple):
-    """A number of trained elements on one device. `is_partial`: their gradients are partial over
-    tp. `copies`: axes whose ranks hold the same elements and each own a part. `multiplied`: fp8
-    products multiply by them.
+    """A number of elements on one device that ZeRO may share out. `is_partial`: their gradients are
+    partial over tp. `copies`: axes whose ranks hold the same elements and each own a part.
+    `multiplied`: fp8 products multiply by them. `frozen_bytes`: the bytes of one element if they are
+    frozen; 0 if they are trained.
     """
 
     numel: int
     is_partial: bool
     copies: tuple[str, ...]
     multiplied: bool
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Costs of trained elements (`Elements`) that do not depend on the micro-batch or other ops.
+    """Costs of `Elements`, trained or frozen, that do not depend on the micro-batch or other ops.
 
     Seconds of one occurrence; `ParameterCosts._costs` decides which occur in each micro-batch:
 
@@ -146,6 +148,16 @@ class ParameterCosts:
         borrowed = self.local.facts.borrowed
         return [scalars for name, scalars in self.scalars_of.items() if name not in borrowed]
 
+    def frozen_scalars(self, setting: Setting) -> int:
+        """Scalars of the frozen parameters of the class on one rank of tp and ep, in their smallest
+        layouts, if ZeRO shares them out; otherwise 0.
+        """
+        facts, itemsize = self.local.facts, self.local.pricing.itemsize
+        if setting.frozen == "whole":
+            return 0
+        names = facts.place.frozen - facts.borrowed
+        return sum(self.least_bytes(name) // itemsize(facts.tensors[name]) for name in names)
+
     # ------------------------------------------------------------------------------------------------ how they are stored
 
     def _stored(self, name: str) -> list[Layout]:
@@ -192,7 +204,8 @@ class ParameterCosts:
         @cache  # many parameters are of one size
         def costs(elements: Elements, beside: tuple[float, float], stays: bool) -> Costs:
             if elements not in known:
-                known[elements] = self._trained(setting, elements)
+                price = self._frozen if elements.frozen_bytes else self._trained
+                known[elements] = price(setting, elements)
             return self._costs(setting, known[elements], beside, stays)
 
         priced = []
@@ -229,12 +242,12 @@ class ParameterCosts:
             if own.is_shard:
                 shape[own.dim] = ceil(shape[own.dim] / setting.mesh.size(axis))
         numel = prod(shape)
-        if not trained:
-            size = numel * self.local.pricing.itemsize(tensor)
-            return Strategy(str(layout), (), (layout,), static_bytes=size)
+        itemsize = 0 if trained else self.local.pricing.itemsize(tensor)
+        if not trained and (setting.frozen == "whole" or name not in facts.place.frozen):
+            return Strategy(str(layout), (), (layout,), static_bytes=numel * itemsize)
         is_partial = layout == RP and self.local.pricing.tp > 1
         copies = tuple(axis for axis, own in fixed.items() if not own.is_shard)
-        elements = Elements(numel, is_partial, copies, name in self._multiplied)
+        elements = Elements(numel, is_partial, copies, name in self._multiplied, itemsize)
         stays = setting.gathers_by_segment and name in facts.place.staying
         found = costs(elements, beside, stays)
         # it comes for each forward, and in backward is there until the first that reads it
@@ -321,6 +334,35 @@ class ParameterCosts:
             gradient_bytes=gradients,
             optimizer_bytes=memory.optimizer,
             host_bytes=memory.host,
+        )
+
+    def _frozen(self, setting: Setting, elements: Elements) -> Trained:
+        """Costs of frozen elements that ZeRO-3 shares out: they are gathered as trained ones, and
+        nothing is reduced or updated.
+        """
+        levels = setting.mesh.levels(elements.copies, setting.shard)
+        owned = ceil(elements.numel / prod(size for size, _ in levels))
+        whole_bytes = elements.numel * elements.frozen_bytes
+        itemsize = elements.frozen_bytes
+        if setting.frozen == "sharded in fp32" and itemsize > 1:  # not of quantised weights
+            itemsize = max(4, itemsize)
+        own_bytes = owned * itemsize
+        fetched, fetch_s = setting.offload == "parameters", 0.0
+        if fetched and setting.cluster.host is not None:
+            fetch_s = link_time_s(owned * elements.frozen_bytes, setting.cluster.host)
+        # a pipeline gathers once a step, and keeps what it gathered
+        stays = whole_bytes if setting.mesh.pp > 1 else 0
+        return Trained(
+            gather_s=self._share_s(setting, elements.numel, levels, "all_gather", whole_bytes, 0),
+            reduce_s=0.0,
+            copies_s=0.0,
+            partial_s=0.0,
+            update_s=0.0,
+            fetch_s=fetch_s,
+            static_bytes=stays + (0 if fetched else own_bytes),
+            gradient_bytes=0,
+            optimizer_bytes=0,
+            host_bytes=own_bytes if fetched else 0,
         )
 
     def _update_s(self, setting: Setting, owned: int) -> tuple[float, float]:

@@ -62,6 +62,11 @@ class Setting:
         )
 
     @property
+    def frozen(self) -> str:
+        """How ranks hold frozen parameters, a row of `FROZEN`: whole unless ZeRO shards parameters."""
+        return self.software.frozen if self.zero == 3 else "whole"
+
+    @property
     def moves_by_segment(self) -> bool:
         """Whether the parameters of a segment are on the device only while the segment runs:
         gathered by segment, or offloaded.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
+from autopar.explaining.certificate import MORE_TIME
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -21,7 +22,7 @@ from autopar.text.plan_words import (
     staleness,
 )
 from autopar.text.tables import grid
-from autopar.text.units import gap_words, gib, ms, percent
+from autopar.text.units import PROVED, gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -68,13 +69,13 @@ def compare(
 ) -> list[Entry | Impossible]:
     """The best plan, the best plan under each of `pins`, and the `saved` plans (name, plan), as
     entries in this order. `plan_on` plans under pins on a cluster. Without pins and saved plans,
-    the other plans are the runners-up of the best one's certificate.
+    the other plans are the runners-up of the best one's certificate. `first_name` names the first.
 
     Impossible pins, and a saved plan for another request, give an `Impossible` with the reason.
     Raises AutoparError if there is no plan even without pins.
     """
     best = plan_on({}, cluster)
-    entries: list[Entry | Impossible] = [Entry("best", best)]
+    entries: list[Entry | Impossible] = [Entry(first_name(best), best)]
     for pin in pins:
         # the best of all is the best of those that have the pins
         if not first_difference(pin, best):
@@ -87,6 +88,26 @@ def compare(
     if not pins and not saved:
         entries += _families(plan_on, cluster, best)
     return entries + [_saved_entry(name, plan, best) for name, plan in saved]
+
+
+def first_name(plan: Plan) -> str:
+    """What the first plan of a comparison is called: 'best' only if that is proved."""
+    return "best" if plan.certificate.gap <= PROVED else "best found"
+
+
+def known_words(plan: Plan) -> str:
+    """What is known about the first plan of a comparison if its search was cut, as a sentence; '' if
+    it is proved to be the best.
+    """
+    proof = plan.certificate
+    if proof.gap <= PROVED:
+        return ""
+    if not proof.bound_s:
+        return f"The search ended before anything was proved: {MORE_TIME}."
+    return (
+        f"The search ended before a proof: no plan takes less than {ms(proof.bound_s)}, "
+        f"{gap_words(proof.gap)} less than the fastest that was found; {MORE_TIME}."
+    )
 
 
 def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[Entry | Impossible]:
@@ -171,6 +192,8 @@ class CompareTable:
                 [(what, *values[first : first + at_once]) for what, values in rows],
                 right=tuple(range(1, at_once + 1)),
             )
+        if known := known_words(best):
+            yield Text(known, style="yellow")
         for entry in self.entries:
             if isinstance(entry, Impossible):
                 yield Text(f"{entry.name} is not possible: {entry.reason}.", style="yellow")
@@ -199,7 +222,10 @@ class CompareTable:
             rows.append(("offload", [plan.offload for plan in plans]))
         rows += [
             ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
-            ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
+            (
+                f"of the {first_name(plans[0])}",
+                [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans],
+            ),
             (
                 f"{plans[0].made_for.rows} per second",
                 [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans],

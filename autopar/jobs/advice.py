@@ -53,11 +53,11 @@ class Change:
 
 
 def differences(target: Target, now: Job, then: Job) -> tuple[Difference, ...]:
-    """The options in which two jobs differ, in the framework's form. () if it cannot say one of
-    them.
+    """The options in which two jobs differ, in the framework's form, and in the names of the options
+    that `now` was read from. () if it cannot say one of them.
     """
     try:
-        before, after = target.flags(now), target.flags(then)
+        before, after = target.flags(now), target.flags(replace(then, flags=now.flags))
     except NotExpressible:
         return ()
 

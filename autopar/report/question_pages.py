@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
-from autopar.explaining.compare import Entry, Impossible, compare_data
+from autopar.explaining.compare import Entry, Impossible, compare_data, first_name, known_words
 from autopar.explaining.sweep import Row, Sweep, sweep_data, sweep_lines
 from autopar.explaining.why_not import WhyNot, why_not_data, why_not_lines
 from autopar.ir.cluster import Cluster
@@ -38,13 +38,20 @@ def compare_page(entries: Sequence[Entry | Impossible], cluster: Cluster) -> Pag
         ]
         cost = [n.count(f"{k}.dollars_per_million_tokens")] if priced else []
         rows.append([*row, *_merits(n, at), *cost])
-    heads = ("name", "plan", "of the best", *_MERITS, *(["$ per million tokens"] * priced))
+    heads = (
+        "name",
+        "plan",
+        f"of the {first_name(best)}",
+        *_MERITS,
+        *(["$ per million tokens"] * priced),
+    )
     lead: list[str | Number] = [
-        f"Best: {layout_words(best)}. A step takes ",
+        f"{first_name(best).capitalize()}: {layout_words(best)}. A step takes ",
         n.ms(f"{first}.plan.predicted.step_time_s"),
         ". Bars are steps by part.",
     ]
-    care = [
+    care = [words for words in (known_words(best),) if words]
+    care += [
         f"{entry.name} is not possible: {entry.reason}."
         if isinstance(entry, Impossible)
         else f"{entry.name} is to be read with care: {entry.note}."

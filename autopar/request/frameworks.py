@@ -228,6 +228,11 @@ _MEMORY: tuple[Rule, ...] = (
     Rule("workspace_bytes", REDUCE_BUCKET_BYTES, lambda job: _deepspeed(job) and job.compute == "fp16" and job.zero * job.pp > 1,
          "DeepSpeed's contiguous gradient bucket"),
     Rule("root_unit", True, lambda job: job.zero == 3 and not _deepspeed(job), "FSDP's root unit has what is in no block"),
+    Rule("frozen", "sharded in fp32", lambda job: job.zero == 3 and _on(job, "torchtitan", "llm-foundry"),
+         "they build models in fp32 (torchtitan's training.dtype), and FSDP shards all parameters"),
+    Rule("frozen", "sharded", lambda job: job.zero == 3 and job.sharding != "none",
+         "fully_shard takes all parameters of a module, and Accelerate makes only trained ones fp32 (utils/fsdp_utils.py); so do DeepSpeed "
+         "(zero/parameter_offload.py, _convert_to_zero_parameters) and Megatron-FSDP (model_weight_buffer)"),
     Rule("live_parameters", LIVE_PARAMETERS, lambda job: _deepspeed(job) and job.zero == 3, "DeepSpeed gathers by submodule"),
 )  # fmt: skip
 _TIME: tuple[Rule, ...] = (

@@ -30,6 +30,11 @@ DISPATCHES = {
     "copies": "a token goes to the rank of each expert that it chose, once for each",
     "once": "a token goes to each node once and from there to each rank once, as in DeepEP (github.com/deepseek-ai/DeepEP)",
 }
+FROZEN = {
+    "whole": "each rank holds frozen parameters whole",
+    "sharded": "ZeRO-3 shares them out as trained ones, in the dtype in which products read them",
+    "sharded in fp32": "ZeRO-3 shares them out in fp32, and gathers them in the dtype in which products read them",
+}
 
 NAMED: dict[str, list[str]] = {
     "cuda_graphs": list(CUDA_GRAPHS),
@@ -38,6 +43,7 @@ NAMED: dict[str, list[str]] = {
     "loss_kernel": list(LOSS_KERNELS),
     "state_recipe": list(STATE_RECIPES),
     "fp8_scaling": list(SCALINGS),
+    "frozen": list(FROZEN),
 }
 """The values of fields of `Software` that are names."""
 
@@ -90,6 +96,7 @@ class Software:
         routing_operations: the number of operations that the host issues for a layer with experts besides those of the model.
         dispatch: a row of `DISPATCHES`, for the tokens that go to experts on other ranks.
         dispatch_overlap: that dispatch runs beside the compute of experts of another micro-batch.
+        frozen: a row of `FROZEN`.  Buffers are whole always.
         fitted: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`).
     """
 
@@ -125,6 +132,7 @@ class Software:
     routing_operations: int = 0
     dispatch: str = "copies"
     dispatch_overlap: bool = False
+    frozen: str = "whole"
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:

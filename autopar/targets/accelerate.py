@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.arguments import Arguments, flat_texts, read_mapping
+from autopar.targets.arguments import Arguments, flat_texts, is_true, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.target import NotExpressible, Source, Target, head_findings, heads_divide
 
@@ -77,7 +77,7 @@ def _with_deepspeed(values: dict[str, str], source: Source) -> dict[str, str]:
         of + name: inner[path] for path, name in names.items() if inner.get(path, "auto") != "auto"
     }
     precision = next(
-        (name for name in ("bf16", "fp16") if inner.get(f"{name}.enabled") == "True"), ""
+        (name for name in ("bf16", "fp16") if is_true(inner.get(f"{name}.enabled", "False"))), ""
     )
     found |= {"mixed_precision": precision} if precision else {}
     return {k: v for k, v in values.items() if not k.endswith("deepspeed_config_file")} | found

@@ -7,25 +7,42 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import CLOSE, OPEN, Script, is_known, shown_value
+from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Finding, Job
+from autopar.targets.shell_syntax import CLOSE, OPEN
 
 _TRUE = ("", "true", "1", "yes", "on")
+_NONE = ("none", "null")
+_FALSE = ("false", "0", "no", "off", *_NONE)
+_EMPTY = ("[]", "{}")
 _ADAPTERS = ("lora", "qlora", "adalora", "dora", "oft", "longlora")
 _RANKS = ("lora_dim", "lora_r", "lora_rank")
-_OFF = ("false", "none", "null", "[]", "{}")
-_FALSE = ("false", "0", "no", "off", "none", "null")
+
+
+def is_none(text: str) -> bool:
+    """Whether a value says that an option is not set."""
+    return text.strip().lower() in _NONE
+
+
+def is_true(text: str) -> bool:
+    """Whether a value switches an option on; '' is a switch by its name alone."""
+    return text.strip().lower() in _TRUE
+
+
+def is_false(text: str) -> bool:
+    """Whether a value switches an option off, or says that it is not set."""
+    return text.strip().lower() in _FALSE
 
 
 class Arguments:
     """Options by name, as texts. A name has underscores and no leading hyphens. Reading an option
-    marks it as read; `rest` has the others.
+    marks it as read; `rest` has the others. Findings are added to the list `findings`, if given.
     """
 
-    def __init__(self, values: Mapping[str, str]) -> None:
+    def __init__(self, values: Mapping[str, str], findings: list[Finding] | None = None) -> None:
         self.values = dict(values)
         self.read: set[str] = set()
-        self.findings: list[Finding] = []
+        self.findings = [] if findings is None else findings
 
     def find(self, kind: str, what: str, theirs: str = "", legal: Iterable[str] = ()) -> None:
         """Adds a finding, once."""
@@ -39,7 +56,7 @@ class Arguments:
         """
         for name in names:
             value = self.values.get(name)
-            if value is None or value.strip().lower() in ("none", "null"):
+            if value is None or is_none(value):
                 self.read.update(n for n in (name,) if value is not None)
                 continue
             self.read.add(name)
@@ -69,15 +86,9 @@ class Arguments:
         """Whether the first of these options that is set is on; None if none is."""
         text = self.text(*names)
         if text is None:
-            set_off = any(
-                self.values.get(n, "").strip().lower() in ("none", "null")
-                for n in names
-                if n in self.values
-            )
-            return False if set_off else None
-        lower = text.lower()
-        if lower in _TRUE or lower in _FALSE:
-            return lower in _TRUE
+            return False if any(is_none(self.values.get(n, "")) for n in names) else None
+        if is_true(text) or is_false(text):
+            return is_true(text)
         self.find("unknown", f"{self._name(names)} is {text!r}, which is neither true nor false")
         return None
 
@@ -112,12 +123,26 @@ class Arguments:
         left = [
             name
             for name, value in self.values.items()
-            if name not in self.read and not neutral.fullmatch(name) and value.lower() not in _OFF
+            if name not in self.read
+            and not neutral.fullmatch(name)
+            and not is_false(value)
+            and value not in _EMPTY
         ]
         return tuple(
             f"{name}={shown_value(self.values[name])[:60]}" if self.values[name] else name
             for name in left
         )
+
+
+def note_model(args: Arguments, *names: str) -> None:
+    """Adds a note on the model that the first of these options names, if one is set: its dimensions
+    stand elsewhere.
+    """
+    name = next((name for name in names if not is_none(args.values.get(name, "none"))), "")
+    args.read.add(name)
+    if name:
+        model = shown_value(args.values[name])
+        args.find("note", f"the model is {model}: give its dimensions with --model")
 
 
 def find_adapters(args: Arguments) -> None:
@@ -132,7 +157,8 @@ def find_adapters(args: Arguments) -> None:
         "use_llm_lora",
         "use_backbone_lora",
     )
-    ranks = [name for name in (*_RANKS, *switches) if args.text(name) not in (None, *_FALSE)]
+    texts = [args.text(name) for name in (*_RANKS, *switches)]
+    ranks = [text for text in texts if text is not None and not is_false(text)]
     used = kind.lower() in _ADAPTERS if kind is not None else bool(ranks)
     if any(args.flag(name) is False for name in switches[:3]):
         used = False

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.job import Exported, Job
+from autopar.targets.arguments import is_false, options_of
+from autopar.targets.job import Exported, Finding, Job
 from autopar.targets.megatron_options import job_of, stages_for
 from autopar.targets.megatron_read import read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
@@ -62,7 +63,25 @@ _SAID = {
 """The arguments that say a fact. What a file leaves out, a recipe decides."""
 
 
+_PERFORMANCE = re.compile(
+    r"scripts/performance/(run_script|setup_experiment)\.py|\bsetup_experiment\.py"
+)
+"""The programs that start NVIDIA's performance recipes by name."""
+_SHORT = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size", "et": "expert_tensor_parallel_size",
+    "mb": "micro_batch_size", "gb": "global_batch_size", "sl": "seq_length", "ng": "num_gpus", "gn": "gpus_per_node",
+    "vpp": "virtual_pipeline_model_parallel_size", "mr": "model_recipe_name",
+}  # fmt: skip
+"""Their short options."""
+_DTYPES = {"fp8_cs": "tensorwise", "fp8_ds": "delayed", "fp8_mx": "mxfp8", "fp8_sc": "blockwise"}
+"""The recipe of fp8 by their `--compute_dtype`."""
+_ASIDE = ("gpu", "model_family_name", "config_variant", "task", "domain", "data", "account", "partition", "compute_dtype")  # fmt: skip
+
+
 def _reads(source: Source) -> bool:
+    if _PERFORMANCE.search(source.text) and not source.name.endswith(".py"):
+        return True
     if source.name.endswith(".py"):
         return "tensor_model_parallel_size" in source.text
     paths = re.findall(r"(?<![\w.])\+{0,2}(model|train|ddp)\.\w+\s*=", source.text)
@@ -76,6 +95,8 @@ def read(source: Source) -> Job:
     """The job of overrides in a script, or of the YAML of a recipe. Raises AutoparError if there is
     none.
     """
+    if _PERFORMANCE.search(source.text) and not source.name.endswith(".py"):
+        return _of_performance(source)
     if source.name.endswith((".yaml", ".yml", ".py")):
         job = read_megatron(source)
         bf16 = {"bf16", "fp16"}.isdisjoint(job.flags)
@@ -98,6 +119,39 @@ def read(source: Source) -> Job:
     return _of_recipe(job, job.facts.precision)
 
 
+def _of_performance(source: Source) -> Job:
+    """The job of a script that starts a performance recipe by name. Raises AutoparError if no command
+    does.
+    """
+    script, options = read_script(source.text, source.read_file), dict[str, str]()
+    for _, words in script.programs():
+        starts = [n for n, word in enumerate(words) if _PERFORMANCE.search(word)]
+        if starts:
+            behind = words[starts[0] + 1 :]
+            plain = [word for word in behind if not re.fullmatch(r"\+{0,2}[\w.]+=.*", word)]
+            options = {_SHORT.get(n, n): v for n, v in options_of(plain).items()}
+            for found in filter(None, map(_OVERRIDE.fullmatch, behind)):
+                options |= _argument(found[1].rpartition(".")[2], found[2])
+    if not options:
+        raise AutoparError(f"no job: no command of {source.name} starts a performance recipe")
+    name, dtype = options.pop("model_recipe_name", ""), options.get("compute_dtype", "bf16")
+    per_node, gpus = options.pop("gpus_per_node", "8"), options.pop("num_gpus", "")
+    options = {n: v for n, v in options.items() if n not in _ASIDE and v.lower() != "none"}
+    options |= {"bf16": "true", "use_distributed_optimizer": "true"}
+    options |= {"fp8_format": "hybrid", "fp8_recipe": _DTYPES.get(dtype, "delayed")} if dtype.startswith("fp8") else {}  # fmt: skip
+    options |= {"nproc_per_node": per_node} | ({"world_size": gpus} if gpus else {})
+    sets = [short for short, option in _SHORT.items() if option in options and short != "vpp"]
+    job = _of_recipe(job_of(options), "bf16")
+    what = f"the recipe {name} of Megatron-Bridge sets all that the file leaves out; the file sets {', '.join(sets) or 'nothing'}"
+    told = Finding("unknown", what, legal=("give the layout in the options, such as -tp 4 -pp 2",))
+    if dtype not in ("bf16", *_DTYPES):
+        what = f"compute_dtype {dtype} has no price: priced as bf16"
+        told = replace(told, what=f"{told.what}; {what}")
+    by = job.layout
+    tp = by.tp > 1 and options.get("sequence_parallel", "true") != "false"
+    return replace(job, layout=replace(by, sequence_parallel=tp), findings=(told, *job.findings))
+
+
 def _of_recipe(job: Job, precision: str) -> Job:
     """A job of Megatron-LM as one of Megatron-Bridge, in a precision."""
     said = job.flags.keys()
@@ -118,7 +172,7 @@ def _launcher(words: list[str]) -> dict[str, str]:
 def _argument(name: str, value: str) -> dict[str, str]:
     """The argument of Megatron-LM for a field of a recipe, by name."""
     if name in _TURNED_BACK:
-        return {_TURNED_BACK[name].replace("-", "_"): "true"} if value.lower() == "false" else {}
+        return {_TURNED_BACK[name].replace("-", "_"): "true"} if is_false(value) else {}
     return {_BACK.get(name, name).replace("-", "_"): value}
 
 

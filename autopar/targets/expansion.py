@@ -5,15 +5,16 @@ and positional arguments are values that are not known.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.shell_syntax import Part, Word, parse_text
+from autopar.targets.shell_syntax import CLOSE, OPEN, Part, Word, document_word, parse_text
 
-OPEN, CLOSE = "\ue000", "\ue001"
-"""Brackets around the description of a value that is not known, inside an expanded text."""
 Value = str | tuple[str, ...]
+_CAT = re.compile(r"\s*cat\s+<<-?\s*(['\"]?)(\w+)\1[^\S\n]*\n(.*?)\n?\t*\2\s*", re.DOTALL)
+"""A command substitution that is a here-document."""
 
 
 def unknown(what: str) -> str:
@@ -40,17 +41,28 @@ class Script:
         variables: the last value of each variable.
         notes: what was assumed, one sentence each.
         unread: files that the script reads with `source` and that are not there.
+        files: the text of each file that the script writes from a here-document, by its name.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def reader(self, read_file: Callable[[str], str | None]) -> Callable[[str], str | None]:
+        """A function that reads a file: one that the script writes, or else by `read_file`."""
+
+        def read(name: str) -> str | None:
+            text = self.files.get(name)
+            return text if text is not None else read_file(name)
+
+        return read
 
     def programs(self) -> list[tuple[int, tuple[str, ...]]]:
         """The commands that do more than print, as (index, words)."""
@@ -108,6 +120,10 @@ class Expansion:
             return (part.text,)
         if part.kind == "place":
             return (unknown(part.text),)
+        if part.kind == "command" and (document := _CAT.fullmatch(part.text)):
+            literal = bool(document[1])
+            text = document[3] if literal else self.text(document_word(document[3]))
+            return (text.strip("\n"),)
         if part.kind == "command":
             return (unknown(f"$({part.text.strip()[:60]})"),)
         if part.kind == "sum":

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from autopar.targets.arguments import flat
+from autopar.targets.arguments import flat, is_false, is_none, is_true
 from autopar.targets.expansion import unknown
 from autopar.targets.job import Finding
 
@@ -43,7 +43,6 @@ _OF_OPTIMIZER = {
 }
 """What of the layout stands in NeMo's block of the optimizer, by name."""
 _PROCESSES = ("devices", "n_gpus_per_node", "gpus_per_node", "num_nodes", "nnodes")
-_OFF = ("False", "false")
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ROLES = (("rollout", "ref", "critic", "reward_model"), "actor_rollout_ref.actor.")
@@ -77,7 +76,7 @@ def options_by_name(
     values, paths, findings = dict[str, str](), dict[str, str](), list[Finding]()
     plain = _of_actor({path: _text(value) for path, value in flat(data).items()})
     switches = [path.rpartition(".") for path in plain if re.search(r"\.enabled?$", path)]
-    off = tuple(f"{block}." for block, dot, key in switches if plain[block + dot + key] in _OFF)
+    off = tuple(f"{block}." for block, dot, key in switches if is_false(plain[block + dot + key]))
     for path in sorted(plain, key=lambda path: path.count(".")):
         value, aside = plain[path], _ASIDE.fullmatch(path)
         block, _, name = path.rpartition(".")
@@ -89,12 +88,17 @@ def options_by_name(
         elif (aside and name not in _KEPT) or (name in _PROCESSES and "generation" in block):
             continue
         text = _resolved(value, path, plain, findings)
-        if name in marks and values.get(name, "None") not in ("None", text) and text != "None":
+        if (
+            name in marks
+            and not is_none(values.get(name, "None"))
+            and values[name] != text
+            and not is_none(text)
+        ):
             what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
             findings.append(
                 Finding("contradiction", what, legal=("give a file with one of the blocks",))
             )
-        if name not in values or values[name] == "None":
+        if name not in values or is_none(values[name]):
             values[name], paths[name] = text, path
     return values, findings
 
@@ -207,10 +211,10 @@ def _of_nemo(values: Mapping[str, str]) -> dict[str, str]:
 
 def _checkpointed(values: Mapping[str, str]) -> dict[str, str]:
     """What NeMo-RL's switch of recomputation sets."""
-    switch = values.get("activation_checkpointing", "").lower()
-    if switch == "false":
+    switch = values.get("activation_checkpointing", "none")
+    if is_false(switch) and not is_none(switch):
         return {"recompute_granularity": "None"}
-    if switch != "true" or values.get("recompute_granularity", "full") != "full":
+    if not is_true(switch) or values.get("recompute_granularity", "full") != "full":
         return {}
     return {
         "recompute_granularity": "full",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.targets.arguments import Arguments, find_adapters
+from autopar.targets.arguments import Arguments, find_adapters, is_false
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
 from autopar.targets.target import vocabulary_of
@@ -40,7 +40,7 @@ NEUTRAL = re.compile(
     r"mtp_loss.*|sft.*|config|yaml_cfg|use_flash_attn|export|name|explicit_log_dir|exp_.*|seed_.*|barrier_with.*|deterministic_mode|"
     r"q_lora_rank|kv_lora_rank|qk_(head|pos_emb_head)_dim|v_head_dim|encoder_seq_length|decoder_.*|params_dtype|"
     r"accumulate_allreduce_grads_in_fp32|consumed.*|iteration|model_type|world_size|data_parallel_size|overlap_p2p_comm|"
-    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
+    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|role|structured_logs.*|label|[cg]pu_bind.*|kill_on_bad_exit|container_.*|mpi|unbuffered|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*|"
     r"data_(impl|prefix)|.*_dir|output_.*|dataset.*|split_dataset.*|num_train_epochs|epochs|max_(steps|epochs|padding|prompt|response|num_seqs).*|"
     r".*_tokenizer.*|extra_vocab_size|(deepspeed|codecarbon|kill_switch|trigger|special_tokens)_.*|deepspeed|abort_on_.*|embed_layernorm|"
     r"universal_.*|no_pipeline_parallel|DDP_impl|no_query_key.*|(no_)?persist_.*|bias|(bias|masked)_.*fusion|fp16_lm_.*|"
@@ -109,6 +109,7 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
     )
     experts = args.whole("num_experts", "num_moe_experts", least=0) or 0
+    experts = 0 if experts == 1 else experts  # one that all tokens take is a dense layer
     untied = args.flag("untie_embeddings_and_output_weights")
     shared = args.flag("share_embeddings_and_output_weights")
     args.text("position_embedding_type")
@@ -119,15 +120,19 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=int(groups) if counted and groups else heads,
+        kv_heads=1
+        if args.text("attention_head_type") == "multiquery"
+        else int(groups)
+        if counted and groups
+        else heads,
         head_dim=args.whole("kv_channels") or (hidden // heads if heads else 0),
         ffn=ffn,
         vocab=_vocabulary(args),
         experts=experts,
-        top_k=(args.whole("moe_router_topk") or 2) if experts else 0,
+        top_k=_top_k(args) if experts else 0,
         moe_ffn=(args.whole("moe_ffn_hidden_size") or ffn) if experts else 0,
         shared_ffn=args.whole("moe_shared_expert_intermediate_size", least=0) or 0,
-        first_dense=_first_dense(args) if experts else 0,
+        first_dense=_first_dense(args, layers) if experts else 0,
         mtp=args.whole("mtp_num_layers", least=0) or 0,
         gated=gated,
         tied=not untied if shared is None else shared,
@@ -138,6 +143,12 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
     )
 
 
+def _top_k(args: Arguments) -> int:
+    """The experts of a token; the default of Megatron-DeepSpeed is one."""
+    default = 1 if "moe_expert_parallel_size" in args.values else 2
+    return args.whole("moe_router_topk", "topk") or default
+
+
 def _latent(args: Arguments) -> tuple[int, ...]:
     if not args.flag("multi_latent_attention"):
         return ()
@@ -146,12 +157,19 @@ def _latent(args: Arguments) -> tuple[int, ...]:
     return tuple(args.whole(n, least=0) or d for n, d in zip(names, defaults, strict=True))
 
 
-def _first_dense(args: Arguments) -> int:
-    """The dense layers before the first one with experts, from `--moe-layer-freq`."""
+def _first_dense(args: Arguments, layers: int) -> int:
+    """The dense layers of a model with experts: those before the first one with experts, from
+    `--moe-layer-freq`. Dense layers that alternate with others are counted as the first ones.
+    """
+    if "moe_expert_parallel_size" in args.values:  # of Megatron-DeepSpeed
+        every = args.whole("expert_interval") or 2
+        return _alternating(args, layers - layers // every, f"expert_interval {every}")
     text = args.text("moe_layer_freq")
     if text in (None, "", "1"):
         return 0
     pattern = re.sub(r"\s", "", str(text))
+    if re.fullmatch(r"\d{1,4}", pattern) and int(pattern):
+        return _alternating(args, layers - -(-layers // int(pattern)), f"moe_layer_freq {text}")
     sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
     if sums is None:
         args.find(
@@ -160,13 +178,16 @@ def _first_dense(args: Arguments) -> int:
         return 0
     parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
     bits = "".join(part.replace(",", "") * int(count or 1) for part, count in parts)
-    dense = len(bits) - len(bits.lstrip("0"))
-    if "0" in bits[dense:]:
-        args.find(
-            "note",
-            f"moe_layer_freq {text}: dense layers behind the first with experts are priced as if they had experts",
-        )
-    return dense
+    if "0" in bits.lstrip("0"):
+        return _alternating(args, bits.count("0"), f"moe_layer_freq {text}")
+    return bits.count("0")
+
+
+def _alternating(args: Arguments, dense: int, option: str) -> int:
+    """The number of dense layers, with a note that they are priced as the first ones."""
+    if dense > 0:
+        args.find("note", f"{option}: the {dense} layers without experts are priced as the first")
+    return max(0, dense)
 
 
 def _vocabulary(args: Arguments) -> int:
@@ -327,7 +348,9 @@ def _recompute(args: Arguments) -> tuple[str, int]:
 
 def _offload(args: Arguments) -> str:
     fraction = args.number("optimizer_offload_fraction")
-    if not args.flag("optimizer_cpu_offload"):
+    if args.flag("offload_param"):  # of DeepSpeed
+        return "parameters"
+    if not args.flag("optimizer_cpu_offload", "cpu_optimizer"):
         return "none"
     if fraction is not None and fraction < 1:
         args.find(
@@ -340,7 +363,7 @@ def _offload(args: Arguments) -> str:
 def _facts(args: Arguments, layout: Layout) -> Facts:
     bf16, fp16 = args.flag("bf16"), args.flag("fp16")
     fp8 = args.text("fp8_format", "fp8") or ""
-    fp8 = "" if fp8.lower() in ("false", "none") else fp8
+    fp8 = "" if is_false(fp8) else fp8
     recipe = args.text("fp8_recipe")
     narrow = args.flag("grad_reduce_in_bf16")
     wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")
@@ -378,7 +401,9 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
 def _devices(args: Arguments) -> tuple[int | None, int | None]:
     """(devices, devices of a node), as far as the launcher says them."""
     world = args.whole("world_size")
-    per_node = args.whole("nproc_per_node", "gpus_per_node", "devices", "n_gpus_per_node")
+    per_node = args.whole(
+        "nproc_per_node", "gpus_per_node", "devices", "n_gpus_per_node", "num_gpus"
+    )
     nodes = args.text("nnodes", "num_nodes")
     if nodes and (elastic := re.fullmatch(r"(\d+):(\d+)", nodes)):
         args.find("note", f"nnodes {nodes} is elastic: priced for {elastic[2]} nodes")

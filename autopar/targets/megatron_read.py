@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import flat, options_of, unread_files
+from autopar.targets.arguments import (
+    flat,
+    flat_texts,
+    is_none,
+    options_of,
+    read_mapping,
+    unread_files,
+)
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.extended import extended_mapping, named_configurations
 from autopar.targets.job import Finding, Job
@@ -21,7 +28,7 @@ from autopar.targets.megatron_mapping import (
 )
 from autopar.targets.megatron_options import job_of
 from autopar.targets.python_settings import settings_of
-from autopar.targets.shell import read_script
+from autopar.targets.shell import ReadFile, read_script
 from autopar.targets.target import Source
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
@@ -117,7 +124,9 @@ def _of_script(source: Source) -> Job:
         )
     else:
         words = _joined_layout(script, best, findings)
-        if other := next((word for word in words if _NO_TRAINING.search(word)), ""):
+        task = options_of(words).get("task", "")
+        other = f"--task {task}" if _TASKS.search(task) else ""
+        if other := other or next((word for word in words if _NO_TRAINING.search(word)), ""):
             raise AutoparError(f"no job: {other} of {source.name} does not train")
     options = options_of(words)
     for word in words:
@@ -139,15 +148,56 @@ def _of_script(source: Source) -> Job:
     elif "actor_num_nodes" in options:
         options = filled_in(options)  # of slime
     options |= _processes(options, script)
+    of_file, told = _of_deepspeed(options, script.reader(source.read_file))
+    options |= of_file
+    findings += told
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
 
 
+def _of_deepspeed(
+    options: Mapping[str, str], read_file: ReadFile
+) -> tuple[dict[str, str], list[Finding]]:
+    """What the file of DeepSpeed says that the options name: its stage of ZeRO counts, not that of
+    the options, and what it offloads. With findings if it is not there, or contradicts the
+    micro-batch.
+    """
+    name = options.get("deepspeed_config", "")
+    if not name or "deepspeed" not in options:
+        return {}, []
+    text = read_file(name) if is_known(name) else None
+    if text is None:
+        if "zero_stage" in options:
+            return {}, []
+        what = f"the stage of ZeRO stands in {shown_value(name)}, which is not beside the file"
+        return {}, [Finding("unknown", what, legal=("give --zero-stage in the options",))]
+    try:
+        inner, findings = flat_texts(read_mapping(text, name)), list[Finding]()
+    except AutoparError as error:
+        return {}, [Finding("unknown", f"the stage of ZeRO stands in {name}: {error}")]
+    stage = inner.get("zero_optimization.stage", "0")
+    if options.get("zero_stage", stage) != stage:
+        what = f"--zero-stage is {options['zero_stage']}, and {name} says {stage}: the file counts"
+        findings.append(Finding("contradiction", what))
+    micro = inner.get("train_micro_batch_size_per_gpu", "")
+    if micro.isdigit() and options.get("micro_batch_size", micro) != micro:
+        what = f"--micro-batch-size is {options['micro_batch_size']}, and {name} says {micro}"
+        findings.append(Finding("contradiction", f"{what}: the options count"))
+    found = {"zero_stage": stage}
+    devices = [inner.get(f"zero_optimization.offload_{what}.device", "none")
+               for what in ("optimizer", "param")]  # fmt: skip
+    found |= {"cpu_optimizer": "true"} if not is_none(devices[0]) else {}
+    return found | ({"offload_param": "true"} if not is_none(devices[1]) else {}), findings
+
+
 _NO_TRAINING = re.compile(
-    r"(text_gen|generat|server|inference|convert|export|quantize|preprocess|merge)\w*\.py$"
+    r"(text_gen|generat|server|inference|convert|export|quantize|preprocess|merge|eval|analy[sz]e|hf2\w|\w2hf|(hf|mcore|megatron)_?to_?)\w*\.py$|"
+    r"^--analyzing[-_]task$"
 )
-"""Programs with Megatron-LM's options that do not train."""
+"""Programs with Megatron-LM's options that do not train, and an option of one."""
+_TASKS = re.compile(r"eval|prompt|lambada|wikitext|zeroshot|generation", re.I)
+"""Values of `--task` that do not train."""
 _PROCESSES = {
     "nproc_per_node": ("NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"),
     "nnodes": ("NNODES", "SLURM_NNODES"),
@@ -158,12 +208,18 @@ _PROCESSES = {
 def _processes(options: Mapping[str, str], script: Script) -> dict[str, str]:
     """The processes of a node and the nodes that the options do not say, by option."""
     found: dict[str, str] = {}
+    if options.keys().isdisjoint(("nproc_per_node", "nnodes", "num_gpus", "gpus_per_node")):
+        launchers = [options_of(words) for _, words in script.programs()]
+        launcher = next((o for o in launchers if "nproc_per_node" in o), {})
+        found = {name: launcher[name] for name in _PROCESSES if name in launcher}
     for name, variables in _PROCESSES.items():
         places = [place for place in variables if place in script.variables]
-        if places and name not in options:
+        if places and name not in options and name not in found:
             found[name] = script.text_of(places[0])
-    alone = "nproc_per_node" in {**found, **options} and "nnodes" not in {**found, **options}
-    return found | ({"nnodes": "1"} if alone else {})  # of torchrun
+    known = {**found, **options}.keys()
+    several = not known.isdisjoint(("nnodes", "num_nodes", "hostfile"))
+    alone = not known.isdisjoint(("nproc_per_node", "num_gpus")) and not several
+    return found | ({"nnodes": "1"} if alone else {})  # of torchrun and deepspeed
 
 
 def _matters(note: str) -> bool:

@@ -20,13 +20,18 @@ from autopar.targets.target import (
 )
 
 P, M, T = "parallelism.", "model.model_config.", "tokens."
+_BESIDE = ("model.init_method", "model.dtype", "model.ddp_bucket_cap_mb", "model.make_vocab")
+"""What of the block `model` is not about its dimensions."""
 _ENGINES = {"1f1b": "1f1b", "afab": "gpipe"}
 _NEUTRAL = re.compile(
-    r"(checkpoints|data_stages|general|logging|profiler|s3_upload|lighteval|metrics_logging)(\..*)?|"
-    r"optimizer\.(learning_rate.*|optimizer_factory.*|clip_grad|weight_decay.*|adam.*)|tokenizer\..*|"
-    r"model\.(init_method|make_vocab_size_divisible_by|ddp_bucket_cap_mb)(\..*)?|tokens\.(train_steps|val_check_interval|limit_.*)|"
-    r"model\.model_config\.(bos_token_id|eos_token_id|pad_token_id|initializer_range|is_.*|pretraining_tp|rms_norm_eps|rope_.*|use_cache|hidden_act|"
-    r"attention_bias|z_loss_.*|_.*)|doremi\..*|data\..*|optimizer\.torch_adam.*|parallelism\.(tp_linear_async_communication|tp_recompute_allgather)"
+    r"(checkpoints|data_stages|general|logging|experiment_logger|profiler?|s3_upload|lighteval|metrics_logging|learning_rate_scheduler|"
+    r"kill_switch_path)(\..*)?|optimizer\.(learning_rate.*|optimizer_factory.*|clip_grad|weight_decay.*|adam.*|no_load_optim)|tokenizer\..*|"
+    r"model\.(init_method|make_vocab_size_divisible_by|ddp_bucket_cap_mb|tokenizer_.*|hf_.*|seed)(\..*)?|"
+    r"tokens\.(train_steps|val_check_interval|limit_.*)|"
+    r"model\.model_config\.(bos_token_id|eos_token_id|pad_.*|initializer_range|is_.*|pretraining_tp|(rms_|layer_)norm_eps\w*|rope_.*|use_cache|"
+    r"hidden_act|attention_(bias|softmax_in_fp32)|z_loss_.*|scale_attn_weights|(attn|embd)_pdrop|hf_.*|assert_make_.*|seed|"
+    r"make_vocab_.*|model_type|tokenizer_.*|_.*)|"
+    r"doremi\..*|data\..*|optimizer\.torch_adam.*|parallelism\.(tp_(column_)?linear_async_communication|tp_recompute_allgather)"
 )
 
 
@@ -46,7 +51,7 @@ def read(source: Source) -> Job:
     data = read_mapping(source.text, source.name)
     if not isinstance(data.get("parallelism"), dict):
         raise AutoparError(f"no job: {source.name} has no block parallelism")
-    args = Arguments(flat_texts(data))
+    args = Arguments(_as_today(flat_texts(data)))
     dp, tp, pp = (args.whole(f"{P}{name}") or 1 for name in ("dp", "tp", "pp"))
     ep, cp = (
         args.whole(f"{P}expert_parallel_size") or 1,
@@ -72,18 +77,51 @@ def read(source: Source) -> Job:
         micro_batch=micro,
         global_batch=micro * steps * dp * ep,
         zero=args.whole("optimizer.zero_stage", least=0) or 0,
-        recompute="full" if args.flag(f"{P}recompute_layer") else "none",
+        recompute=_recompute(args),
         schedule=_ENGINES.get(engine.lower(), "1f1b") if pp > 1 else "none",
         sequence_parallel=mode.upper() == "REDUCE_SCATTER" and tp > 1,
     )
     dtype = args.text("model.dtype") or "bfloat16"
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "bf16")
     accumulate = args.flag("optimizer.accumulate_grad_in_fp32")
-    facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=0.0)
+    dropout = args.number(f"{M}resid_pdrop") or 0.0
+    facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=dropout)
     shape, seq, gpus = _shape(args), args.whole(f"{T}sequence_length"), dp * ep * tp * pp * cp
     return args.job(
         "nanotron", _NEUTRAL, shape=shape, layout=layout, gpus=gpus, seq=seq, facts=facts
     )
+
+
+def _as_today(values: dict[str, str]) -> dict[str, str]:
+    """The values with the dimensions of the model where they stand today: in 2023 they stood in the
+    block `model` itself, some by other names.
+    """
+    if any(path.startswith(M) for path in values):
+        return values
+    names = {"n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers",
+             "n_inner": "intermediate_size", "ffn_hidden_size": "intermediate_size"}  # fmt: skip
+    found: dict[str, str] = {}
+    for path, value in values.items():
+        block, _, name = path.rpartition(".")
+        inside = block == "model" and not path.startswith(_BESIDE)
+        found[f"{M}{names.get(name, name)}" if inside else path] = value
+    return found
+
+
+def _recompute(args: Arguments) -> str:
+    granularity = (args.text(f"{P}recompute_granularity") or "none").lower()
+    again = args.flag(f"{P}recompute_layer") or granularity == "full"
+    return "full" if again else "selective" if granularity == "selective" else "none"
+
+
+def _heads_of_keys(args: Arguments, heads: int) -> int:
+    """The heads of keys and values; StarCoder2 names them otherwise, and GPT has one or all."""
+    found = args.whole(f"{M}num_key_value_heads")
+    grouped, several = args.flag(f"{M}grouped_query"), args.whole(f"{M}num_kv_heads")
+    if found is None and grouped is not False and several:
+        return several
+    one = args.flag(f"{M}multi_query") or "gpt_bigcode" in args.values.get(f"{M}model_type", "")
+    return found or (1 if one else heads)
 
 
 def _shape(args: Arguments) -> ModelShape:
@@ -97,7 +135,7 @@ def _shape(args: Arguments) -> ModelShape:
         layers=args.whole(f"{M}num_hidden_layers") or 0,
         hidden=hidden,
         heads=heads,
-        kv_heads=args.whole(f"{M}num_key_value_heads") or heads,
+        kv_heads=_heads_of_keys(args, heads),
         head_dim=args.whole(f"{M}head_dim") or (hidden // heads if heads else 0),
         ffn=ffn,
         vocab=args.whole(f"{M}vocab_size") or 0,
@@ -111,7 +149,7 @@ def _shape(args: Arguments) -> ModelShape:
         if experts
         else 0,
         moe_ffn=ffn if experts else 0,
-        gated=True,
+        gated=args.text(f"{M}activation_function") in (None, "silu", "swiglu"),
         tied=bool(args.flag(f"{M}tie_word_embeddings")),
     )
 

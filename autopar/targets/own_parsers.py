@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
 from autopar.targets.megatron_layout import even_stages
 from autopar.targets.megatron_options import STRATEGIES
-from autopar.targets.torchtitan import SCHEDULES
+from autopar.targets.torchtitan_options import SCHEDULES
 
 Fields = dict[str, Any]
 """Fields of a layout by name, as the framework reads them."""

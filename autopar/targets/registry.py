@@ -14,12 +14,25 @@ from autopar.targets.deepspeed import DEEPSPEED
 from autopar.targets.job import Job
 from autopar.targets.megatron import MEGATRON
 from autopar.targets.nanotron import NANOTRON
+from autopar.targets.openrlhf import OPENRLHF
 from autopar.targets.target import Source, Target
 from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.transformers import TRANSFORMERS
+from autopar.targets.verl import VERL
 
 TARGETS: dict[str, Target] = {
-    t.name: t for t in (ACCELERATE, TRANSFORMERS, TORCHTITAN, NANOTRON, DEEPSPEED, BRIDGE, MEGATRON)
+    t.name: t
+    for t in (
+        OPENRLHF,
+        VERL,
+        ACCELERATE,
+        TRANSFORMERS,
+        TORCHTITAN,
+        NANOTRON,
+        DEEPSPEED,
+        BRIDGE,
+        MEGATRON,
+    )
 }
 """Every target by its name, in the order in which files are recognized."""
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
 from autopar.targets.expansion import (
-    CLOSE,
     Expansion,
     Script,
     Value,
@@ -19,12 +19,16 @@ from autopar.targets.expansion import (
     shown_value,
     unknown,
 )
-from autopar.targets.shell_syntax import Block, Command, Node, Part, Word, parse
+from autopar.targets.shell_syntax import CLOSE, Block, Command, Node, Part, Word, parse
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
+_ENVIRONMENT = re.compile(
+    r"(^|/)(\.?(bash|zsh|z)?(rc|profile|env)|\.bash_profile|activate|conda\.sh|setvars\.sh|env_?vars?\.sh|modules?\.sh|lmod\.sh|init/\w+)$"
+)
+"""Files that set up the shell and its programs: no options of a training stand there."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 ReadFile = Callable[[str], str | None]
 """Returns the text of a file that a script reads with `source`, or None."""
@@ -78,6 +82,7 @@ class _Reader(Expansion):
         self.read_file = read_file
         self.functions: dict[str, tuple[Node, ...]] = {}
         self.steps = self.depth = self.branches = 0
+        self.piped: str | None = None  # what `sed` hands to the next command
 
     # ------------------------------------------------------------------------------------ commands
 
@@ -97,13 +102,13 @@ class _Reader(Expansion):
             self.steps += 1
             if self.steps > MOST_STEPS:
                 raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
-            if isinstance(node, Block):
-                self._block(node)
-                continue
             self.unsure += verdict is None
             if verdict is not False:
-                self._command(node)
+                self._block(node) if isinstance(node, Block) else self._command(node)
             self.unsure -= verdict is None
+            if isinstance(node, Block):
+                verdict = True
+                continue
             # `test && command`: the command runs only if the test says so
             verdict = True
             if node.end in ("&&", "||"):
@@ -176,8 +181,49 @@ class _Reader(Expansion):
         if declares or at == len(words):
             return
         expanded = tuple(field for word in words[at:] for field in self.fields(word))
-        if expanded:
+        if expanded and node.document is not None and self._takes_document(expanded, node):
+            return
+        if expanded and expanded[0] == "sed":
+            self._edits(expanded, node)
+        elif expanded:
+            self.piped = None
             self._call(expanded, node)
+
+    def _edits(self, words: tuple[str, ...], node: Command) -> None:
+        """Takes over what `sed "s/A/B/" FILE > OTHER` writes, also behind a pipe. Only plain texts are
+        replaced; with another edit the file is not known.
+        """
+        rest = [word for word in words[1:] if word != "-e"]
+        text = self.piped
+        if len(rest) == 2 and is_known(rest[1]):
+            text = self.script.reader(self.read_file)(rest[1])
+        found = re.fullmatch(r"s(\W)([\w .:{}<>@%-]+)\1([^\n]*?)\1g?", rest[0]) if rest else None
+        self.piped = None
+        if text is None or found is None or len(rest) > 2 or self.unsure:
+            return
+        text = text.replace(found[2], found[3].replace(f"\\{found[1]}", found[1]))
+        if node.end == "|":
+            self.piped = text
+        elif (file := self.text(node.written)) and is_known(file):
+            self.script.files[file] = text
+
+    def _takes_document(self, words: tuple[str, ...], node: Command) -> bool:
+        """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another
+        command.
+        """
+        text = self.text(node.document or ())
+        tee = words[0] == "tee" and len(words) == 2
+        if words == ("cat",) or tee:
+            file = words[1] if tee else self.text(node.written)
+            if file and is_known(file):
+                self.script.files[file] = text
+            return bool(file)
+        names = [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
+        if words[0] != "read" or len(names) != 1 or self.unsure:
+            return False
+        whole = any(re.fullmatch(r"-r?d.*", word) for word in words)  # up to no character
+        self.script.variables[names[0]] = text.strip() if whole else text.partition("\n")[0]
+        return True
 
     def _assign(self, word: Word, array: tuple[Word, ...] | None, line: int) -> bool:
         """Takes over an assignment; False if the word is none."""
@@ -244,9 +290,21 @@ class _Reader(Expansion):
             self._nested(" ".join(words[1:]), node)
         else:
             self.script.commands.append((words, node.end))
+            self._writes_or_runs(words, node)
             for word in words[1:]:
                 if re.search(r"\s--?\w", word) and re.search(r"\s", word.strip()):
                     self._nested(word, node)
+
+    def _writes_or_runs(self, words: tuple[str, ...], node: Command) -> None:
+        """Takes over `echo "$TEXT" > FILE`, and reads a script that was written so and is run now."""
+        if words[0] in ("echo", "printf") and len(words) == 2 and node.written:
+            file = self.text(node.written)
+            if is_known(file) and not self.unsure:
+                self.script.files[file] = words[1]
+        for shell, name in pairwise(words):
+            file = name.removeprefix("./")
+            if shell in ("bash", "sh") and file in self.script.files and self.depth < 20:
+                self._nested(self.script.files[file], node)
 
     def _nested(self, text: str, node: Command) -> None:
         """Reads a command that a word holds, as in `bash -c "torchrun ..."`."""
@@ -259,6 +317,8 @@ class _Reader(Expansion):
         # `source $(dirname $0)/common.sh`: the folder is not known, and is most often that of the script
         known = name.rpartition(CLOSE)[2].lstrip("/") if not is_known(name) else name
         text = self.read_file(known) if known and is_known(known) else None
+        if text is None and _ENVIRONMENT.search(shown_value(name).strip()):
+            return
         if text is None:
             self.script.unread.append(shown_value(name))
         else:

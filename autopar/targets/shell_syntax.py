@@ -12,6 +12,8 @@ from autopar.errors import AutoparError
 
 MOST_CHARACTERS = 2_000_000
 """The largest script that is read."""
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Brackets around the description of a value that is not known, inside an expanded text."""
 MOST_DEPTH = 60
 """The deepest nesting of quotes, expansions and blocks."""
 
@@ -58,11 +60,11 @@ Word = tuple[Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word, an operator or the end of a line. `array` has the words in parentheses behind a word
-    such as `A=` or `A+=`, or None.
+    """A word, an operator, the end of a line, or a here-document, whose text is a word. `array` has
+    the words in parentheses behind a word such as `A=` or `A+=`, or None.
     """
 
-    kind: str  # 'word', 'operator', 'line'
+    kind: str  # 'word', 'operator', 'line', 'document'
     line: int
     text: str = ""
     word: Word = ()
@@ -84,7 +86,8 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.ends = [match.start() for match in re.finditer("\n", text)]  # of lines
-        self.waiting: list[tuple[str, bool]] = []  # ends of here-documents
+        # ends of here-documents, whether tabs are dropped, and whether their text is literal
+        self.waiting: list[tuple[str, bool, bool]] = []
 
     def _line(self) -> int:
         return bisect_left(self.ends, self.at) + 1
@@ -104,7 +107,7 @@ class _Scanner:
                 self._skip_to_line_end()
             elif character == "\n":
                 self.at += 1
-                self._skip_documents()
+                yield from self._documents(line)
                 yield Token("line", line)
             elif stream := _STREAM.match(self.text, self.at):
                 self.at = stream.end()  # `2>&1`: the number belongs to the redirection
@@ -112,8 +115,9 @@ class _Scanner:
                 self.at += len(operator)
                 if operator in ("<<", "<<-"):
                     self._skip_blanks()
-                    end = "".join(part.text for part in self.word())
-                    self.waiting.append((end, operator == "<<-"))
+                    word = self.word()
+                    end, literal = "".join(part.text for part in word), any(p.quoted for p in word)
+                    self.waiting.append((end, operator == "<<-", literal))
                 else:
                     yield Token("operator", line, operator)
             else:
@@ -163,15 +167,22 @@ class _Scanner:
         end = self.text.find("\n", self.at)
         self.at = len(self.text) if end < 0 else end
 
-    def _skip_documents(self) -> None:
-        for end, tabs in self.waiting:
+    def _documents(self, line: int) -> Iterator[Token]:
+        """The here-documents that begin on this line, whose operators stand on the one before."""
+        for end, tabs, literal in self.waiting:
+            lines: list[str] = []
             while self.at < len(self.text):
                 stop = self.text.find("\n", self.at)
                 stop = len(self.text) if stop < 0 else stop
-                line = self.text[self.at : stop]
+                text = self.text[self.at : stop]
+                text = text.lstrip("\t") if tabs else text
                 self.at = stop + 1
-                if (line.lstrip("\t") if tabs else line) == end:
+                if text == end:
                     break
+                lines.append(text)
+            whole = "\n".join(lines)
+            word = (Part("text", whole, True),) if literal else document_word(whole)
+            yield Token("document", line, word=word)
         self.waiting = []
 
     def word(self) -> Word:
@@ -182,6 +193,10 @@ class _Scanner:
             if place := self._placeholder():
                 parts.append(Part("place", place, True))
                 self.at += len(place)
+            elif character == OPEN and (end := self.text.find(CLOSE, self.at)) > 0:
+                # a value that is not known, in a text that is read again
+                parts.append(Part("text", self.text[self.at : end + 1], True))
+                self.at = end + 1
             elif character in _ENDS:
                 break
             elif character == "'":
@@ -216,12 +231,19 @@ class _Scanner:
     def _double_quoted(self) -> list[Part]:
         line = self._line()
         self.at += 1
+        parts = self.quoted('"')
+        if self.at >= len(self.text):
+            raise AutoparError(f'the quote " in line {line} has no end')
+        self.at += 1
+        return parts
+
+    def quoted(self, end: str) -> list[Part]:
+        """The parts up to the character `end`, which is not read, or up to the end of the text. Only
+        expansions and escapes mean more than themselves.
+        """
         parts = [Part("text", "", True)]
-        while self.at < len(self.text):
+        while self.at < len(self.text) and self.text[self.at] != end:
             character = self.text[self.at]
-            if character == '"':
-                self.at += 1
-                return parts
             if character == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('"\\$`\n'):
                 escaped = self.text[self.at + 1]
                 parts += [] if escaped == "\n" else [Part("text", escaped, True)]
@@ -231,7 +253,7 @@ class _Scanner:
             else:
                 parts.append(Part("text", character, True))
                 self.at += 1
-        raise AutoparError(f'the quote " in line {line} has no end')
+        return parts
 
     def _expansion(self, quoted: bool) -> Part:
         """The expansion that begins here with `$` or a backtick."""
@@ -282,16 +304,27 @@ def _joined(parts: list[Part]) -> Word:
     return tuple(found)
 
 
+def document_word(text: str) -> Word:
+    """The word of a here-document. A quote in it is a plain character."""
+    try:
+        return _joined(_Scanner(text).quoted(""))
+    except AutoparError:  # a bracket without an end: bash would refuse it
+        return (Part("text", text, True),)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A simple command. `end` is the operator behind it: ';', '|', '&&', ...; `arrays` are the
-    words of assignments of arrays, by the index of their word.
+    words of assignments of arrays, by the index of their word. `document` is the here-document that
+    it reads, or None. `written` is the file that its output goes to, or ().
     """
 
     words: tuple[Word, ...]
     arrays: tuple[tuple[int, tuple[Word, ...]], ...]
     line: int
     end: str
+    document: Word | None = None
+    written: Word = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +386,9 @@ class _Parser:
             word = self._keyword()
             if word in ends or (token.kind == "operator" and token.text in ends):
                 break
-            if token.kind == "line" or (token.kind == "operator" and token.text not in "("):
+            if token.kind in ("line", "document") or (
+                token.kind == "operator" and token.text not in "("
+            ):
                 self.at += 1
             elif word in _OPENS:
                 found.append(self._block(word, token.line))
@@ -449,6 +484,8 @@ class _Parser:
         words: list[Word] = []
         arrays: list[tuple[int, tuple[Word, ...]]] = []
         line, end = self.tokens[self.at].line, ";"
+        document: Word | None = None
+        written: Word = ()
         while (token := self._peek()) is not None:
             if token.kind == "line":
                 self.at += 1
@@ -469,13 +506,19 @@ class _Parser:
             if token.kind == "operator":  # a redirection, and where it goes
                 self.at += 1
                 target = self._peek()
-                self.at += token.text not in "()" and target is not None and target.kind == "word"
+                if token.text not in "()" and target is not None and target.kind == "word":
+                    self.at += 1
+                    written = target.word if token.text in (">", ">>") else written
+                continue
+            if token.kind == "document":
+                document = token.word
+                self.at += 1
                 continue
             if token.array is not None:
                 arrays.append((len(words), token.array))
             words.append(token.word)
             self.at += 1
-        return Command(tuple(words), tuple(arrays), line, end)
+        return Command(tuple(words), tuple(arrays), line, end, document, written)
 
 
 def parse_text(text: str) -> Word:

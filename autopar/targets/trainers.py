@@ -5,6 +5,7 @@ DeepSpeed-Chat take these too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,10 @@ from autopar.targets.arguments import (
     Arguments,
     find_adapters,
     flat_texts,
+    is_false,
+    is_none,
+    is_true,
+    note_model,
     options_of,
     read_mapping,
     unread_files,
@@ -42,18 +47,21 @@ def reads(source: Source) -> bool:
 
 def read(source: Source) -> Job:
     """The job of a trainer's arguments. Raises AutoparError if there are none."""
-    values, findings = _values(source)
+    values, findings, source = _values(source)
     if not any(name in values for name in _MICRO):
         raise AutoparError(f"no job: {source.name} has none of {', '.join(_MICRO)}")
     args = Arguments({name: value for name, value in values.items() if value != "auto"})
     args.findings += findings
     base = _engine(args, source)
     layout = _layout(args, base.layout)
+    if _are_pairs(args, source):
+        args.find("note", "a sample is a pair of answers: priced as two sequences")
+        batch = layout.global_batch and 2 * layout.global_batch
+        layout = replace(layout, micro_batch=2 * layout.micro_batch, global_batch=batch)
     per_node = args.whole("nproc_per_node", "num_gpus", "NPROC_PER_NODE") or base.gpus_per_node
     nodes = args.whole("nnodes", "num_nodes", "num_machines")
     gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
-    if model := args.text("model_name_or_path", "base_model", "model", "model_id"):
-        args.find("note", f"the model is {model}: give its dimensions with --model")
+    note_model(args, "model_name_or_path", "base_model", "model", "model_id")
     find_adapters(args)
     job = args.job(
         base.framework,
@@ -69,28 +77,51 @@ def read(source: Source) -> Job:
     return replace(job, findings=(*kept, *job.findings), unpriced=(*base.unpriced, *job.unpriced))
 
 
-def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    """The arguments by name, and findings on them."""
+_PAIRED = re.compile(r"(^|[_/. ])(dpo|orpo|cpo|simpo|ipo|reward|rm|reward_trainer)($|[_/. ])", re.I)
+"""Names of trainings whose samples are pairs: a chosen and a rejected answer."""
+_KINDS = ("stage", "rl", "rlhf_type", "reward_model")
+"""Options that name the kind of training: LLaMA-Factory's, Axolotl's, ms-swift's."""
+
+
+def _are_pairs(args: Arguments, source: Source) -> bool:
+    """Whether one forward reads a chosen and a rejected answer for each sample."""
+    kinds = [args.text(name) or "" for name in _KINDS]
+    if any(kinds):
+        return any(_PAIRED.search(kind) for kind in kinds) or kinds[-1].lower() == "true"
+    program = "/".join(args.values.get("program", "").split("/")[-2:])
+    called = re.search(r"\b(DPO|ORPO|CPO|Reward)Config\(", source.text) is not None
+    trl = {"beta", "max_prompt_length"} <= set(args.values) and "num_generations" not in args.values
+    named = re.search("kto|grpo|ppo", f"{program} {source.name}", re.I)
+    return _PAIRED.search(program) is not None or ((called or trl) and not named)
+
+
+def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source]:
+    """The arguments by name, findings on them, and the source, whose files are also those that a
+    script writes.
+    """
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
         data = read_mapping(source.text, source.name)
         values = flat_texts({key: value for key, value in data.items() if value is not None})
-        return {name: value for name, value in values.items() if value != "None"}, ()
+        return {name: value for name, value in values.items() if not is_none(value)}, (), source
     if suffix == "py":
         settings = settings_of(source.text, source.name, source.function, _has_micro)
         values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
-        return values, settings.findings
+        return values, settings.findings, source
     script = read_script(source.text, source.read_file)
     found: dict[str, str] = {}
     for _, words in script.programs():
         options = options_of(words)
         if _has_micro(options):
             found = options
+            scripts = [w for w in words if w.endswith(".py")] or list(words[:3])
+            found["program"] = " ".join(scripts[-1:] if len(scripts) < 3 else scripts)
             if "swift" in words[0]:
                 found = {"gradient_checkpointing": "true", "bf16": "true"} | found
     if "NPROC_PER_NODE" in script.variables:
         found.setdefault("NPROC_PER_NODE", script.text_of("NPROC_PER_NODE"))
-    return found, tuple(unread_files(script))
+    written = replace(source, read_file=script.reader(source.read_file))
+    return found, tuple(unread_files(script)), written
 
 
 def _has_micro(values: Mapping[str, str]) -> bool:
@@ -110,6 +141,8 @@ def _engine(args: Arguments, source: Source) -> Job:
         args.find("unknown", f"sharding stands in {name}, which is not beside the file",
                   legal=(f"put {name} beside it", f"autopar check {name}"))  # fmt: skip
         return Job("deepspeed" if name == file else "accelerate")
+    if (launched := _of_launcher(args)) is not None:
+        return launched
     stage = re.search(r"zero[_-]?(\d)", file)
     if stage or "zero_stage" in args.values:
         zero = int(stage[1]) if stage else args.whole("zero_stage", least=0) or 0
@@ -126,6 +159,33 @@ def _engine(args: Arguments, source: Source) -> Job:
     return Job("accelerate", layout=layout)
 
 
+_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps",
+              "deepspeed_config_file")  # fmt: skip
+"""Options of `accelerate launch` that its file has in the block of DeepSpeed."""
+
+
+def _of_launcher(args: Arguments) -> Job | None:
+    """The job that options of `accelerate launch` say, such as `--use_fsdp`; None without any."""
+    deepspeed_on, fsdp_on = args.flag("use_deepspeed"), args.flag("use_fsdp")
+    sizes = {n: v for n, v in args.values.items() if n.startswith("parallelism_config_")}
+    if not (deepspeed_on or fsdp_on or sizes):
+        return None
+    fsdp = {n: v for n, v in args.values.items() if n.startswith("fsdp_") and n != "fsdp_config"}
+    zero = {n: args.values[n] for n in _DEEPSPEED if n in args.values}
+    kept = {
+        n: args.values[n]
+        for n in ("num_processes", "num_machines", "mixed_precision")
+        if n in args.values
+    }
+    kind = "DEEPSPEED" if deepspeed_on else "FSDP" if fsdp_on else "MULTI_GPU"
+    data: dict[str, object] = {"distributed_type": kind, **kept}
+    data |= {"fsdp_config": fsdp} if fsdp_on else {}
+    data |= {"deepspeed_config": zero} if deepspeed_on else {}
+    data |= {"parallelism_config": sizes} if sizes else {}
+    args.read.update((*sizes, *fsdp, *zero, *kept, "use_parallelism_config"))
+    return accelerate.read(Source(json.dumps(data), "accelerate.json"))
+
+
 def _fsdp(args: Arguments) -> Layout:
     words = (args.text("fsdp") or "").replace(",", " ").strip("[]'\" ").split()
     names = {word.strip("'\"") for word in words}
@@ -136,12 +196,12 @@ def _fsdp(args: Arguments) -> Layout:
         return Layout()
     strategy = inside.get("sharding_strategy", "").upper()
     kept = "shard_grad_op" in names or strategy == "SHARD_GRAD_OP"
-    kept = kept or inside.get("reshard_after_forward", "true").lower() == "false"
+    kept = kept or is_false(inside.get("reshard_after_forward", "true"))
     whole = "no_shard" in names or strategy == "NO_SHARD"
     if "hybrid" in f"{names}{strategy}".lower():
         args.find("note", "hybrid sharding shards within a node: priced as over all devices")
-    offload = "offload" in names or inside.get("offload_params", "false").lower() == "true"
-    full = inside.get("activation_checkpointing", "false").lower() == "true"
+    offload = "offload" in names or is_true(inside.get("offload_params", "false"))
+    full = is_true(inside.get("activation_checkpointing", "false"))
     return Layout(
         zero=0 if whole else 2 if kept else 3,
         offload="parameters" if offload else "none",

@@ -19,6 +19,8 @@ from autopar.explaining.compare import (
 )
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.report.question_pages import compare_page
+from autopar.text.units import ms
 
 
 def test_the_best_comes_first_and_the_impossible_with_its_reason():
@@ -43,6 +45,33 @@ def test_the_best_comes_first_and_the_impossible_with_its_reason():
     ):
         assert words in shown, words
     assert "cost of" not in shown
+
+
+@pytest.mark.parametrize("share", [0.0, 0.88])
+def test_a_search_that_was_cut_has_no_best(share):
+    t = task()
+
+    def cut(pin, cluster):
+        plan = t.plan(pin, cluster)
+        time_s = plan.predicted.step_time_s
+        proof = replace(
+            plan.certificate, status="feasible", bound_s=share * time_s, gap=1 - share, fastest={}
+        )
+        return replace(plan, certificate=proof)
+
+    entries = compare(cut, t.cluster, [{"tp": 2}], [])
+    assert [entry.name for entry in entries] == ["best found", "tp=2"]
+    shown = words_of(CompareTable(entries, t.cluster))
+    bound = ms(share * entries[0].plan.predicted.step_time_s)
+    known = (
+        f"no plan takes less than {bound}, 12 % less than the fastest"
+        if share
+        else "before anything was proved"
+    )
+    page = compare_page(entries, t.cluster).html()
+    for words in ("of the best found", "feasible, gap", "a higher --time-limit", known):
+        assert words in shown, words
+    assert "Best found:" in page and known in page and "of the best<" not in page
 
 
 def test_a_price_gives_the_cost_of_tokens():

@@ -51,6 +51,150 @@ srun bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee log.txt
     assert job.unpriced == () and said(job, "unknown", "refused") == ""
 
 
+def test_a_file_of_deepspeed_that_the_script_writes(tmp_path) -> None:
+    script = f"""ZERO=2
+CONFIG=$OUT/ds.json
+cat <<EOT > $CONFIG
+{{
+  "train_micro_batch_size_per_gpu": 2, "zero_optimization": {{"stage": $ZERO}}, "bf16": {{"enabled": true}}
+}}
+EOT
+deepspeed pretrain_gpt.py {MODEL} --micro-batch-size 2 --global-batch-size 64 --bf16 --deepspeed --deepspeed_config """
+    job = job_of(tmp_path, "a.sh", f"OUT=out\n{script}$CONFIG")
+    assert job.layout.zero == 2 and said(job, "unknown", "contradiction") == ""
+    job = job_of(tmp_path, "b.sh", f"OUT=out\n{script}$CONFIG --zero-stage 1 --micro-batch-size 4")
+    assert job.layout.zero == 2 and "the file counts" in said(job, "contradiction")
+    assert "--micro-batch-size is 4" in said(job, "contradiction")
+    job = job_of(tmp_path, "c.sh", f"OUT=out\n{script}other.json")
+    assert "the stage of ZeRO stands in other.json" in said(job, "unknown")
+    job = job_of(tmp_path, "d.sh", f"OUT=out\n{script.replace('$ZERO', '$1')}$CONFIG")
+    assert "zero_stage is $1" in said(job, "unknown")
+    trainer = "torchrun train.py --per_device_train_batch_size 2 --deepspeed ds.json"
+    text = f'tee ds.json <<\'EOF\'\n{{"zero_optimization": {{"stage": 3}}}}\nEOF\n{trainer}'
+    assert job_of(tmp_path, "e.sh", text).layout.zero == 3
+
+
+def test_a_file_that_sed_writes_from_a_template(tmp_path) -> None:
+    template = (
+        '{"train_micro_batch_size_per_gpu": MBSIZE, "zero_optimization": {"stage": ZERO_STAGE}}'
+    )
+    script = f"""template=ds_TEMPLATE.json
+config=ds_$RUN.json
+sed "s/MBSIZE/4/" $template \\
+    | sed "s/ZERO_STAGE/2/" > $config
+options="--deepspeed --deepspeed_config $config --num-experts 1"
+run="deepspeed --num_gpus 4 pretrain_gpt.py {MODEL} --micro-batch-size 4 $options &> log/$(($(a --b=c | wc -l)-2))_$(hostname).log"
+eval ${{run}}
+"""
+    job = job_of(tmp_path, "a.sh", f"RUN=x\n{script}", ds_TEMPLATE__json=template)
+    assert (job.layout.zero, job.gpus, job.shape.experts) == (2, 4, 0)
+    assert said(job, "unknown", "contradiction") == "" and job.unpriced == ()
+    other = script.replace("s/MBSIZE/4/", "s/[A-Z]*/4/")
+    job = job_of(tmp_path, "b.sh", f"RUN=x\n{other}", ds_TEMPLATE__json=template)
+    assert "the stage of ZeRO stands in ds_x.json" in said(job, "unknown")
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['{"offload_optimizer": {"device": "cpu"}}', '{"offload_param": {"device": "cpu"}}', "{}"],
+)
+def test_what_the_file_of_deepspeed_offloads(config: str, tmp_path) -> None:
+    text = f"deepspeed pretrain_gpt.py {MODEL} --deepspeed --deepspeed_config ds.json"
+    ds = f'{{"zero_optimization": {config}}}'
+    offload = job_of(tmp_path, "a.sh", text, ds__json=ds).layout.offload
+    assert offload == {"o": "optimizer", "p": "parameters"}.get(
+        config.partition("_")[2][:1], "none"
+    )
+    assert job_of(tmp_path, "b.sh", f"{text[:-30]} --cpu-optimizer").layout.offload == "optimizer"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "tools/analyze_data.py --analyzing-task map",
+        "tasks/main.py --task RETRIEVER-EVAL",
+        "evaluate_hf.py",
+        "hf2mcore_qwen.py",
+        "tasks/main.py --task LAMBADA",
+    ],
+)
+def test_more_programs_that_do_not_train(program: str, tmp_path) -> None:
+    with pytest.raises(AutoparError, match="does not train"):
+        job_of(tmp_path, "a.sh", f"torchrun {program} {MODEL}")
+
+
+@pytest.mark.parametrize(
+    ("options", "dense", "top_k", "noted"),
+    [
+        ("--expert-model-parallel-size 4", 0, 2, False),
+        ("--moe-layer-freq 1", 0, 2, False),
+        ("--moe-layer-freq 5", 9, 2, True),  # layers 0, 5 and 10 of 12 have experts
+        ("--moe-layer-freq '([0]*3+[1]*9)'", 3, 2, False),
+        ("--moe-layer-freq '([0,1]*6)' --moe-router-topk 4", 6, 4, True),
+        ("--moe-expert-parallel-size 4", 6, 1, True),
+        ("--moe-expert-parallel-size 4 --expert-interval 1 --topk 2", 0, 2, False),
+    ],
+)
+def test_layers_without_experts(
+    options: str, dense: int, top_k: int, noted: bool, tmp_path
+) -> None:
+    job = job_of(tmp_path, "a.sh", f"torchrun pretrain_gpt.py {MODEL} --num-experts 8 {options}")
+    assert (job.shape.first_dense, job.shape.top_k, job.unpriced) == (dense, top_k, ())
+    assert ("priced as the first" in said(job, "note")) is noted
+
+
+def test_what_runs_only_if_a_test_fails(tmp_path) -> None:
+    text = "[[ -f $IMAGE ]] || { echo missing; exit 1; }\n[[ a == b ]] || { TP=2; }\n[[ a == a ]] || { TP=8; }\n"
+    text += f"torchrun pretrain_gpt.py {MODEL} --fp16 --tensor-model-parallel-size $TP"
+    job = job_of(tmp_path, "a.sh", text)
+    assert (job.facts.precision, job.layout.tp) == ("fp16", 2)
+
+
+def test_performance_recipes_of_megatron_bridge(tmp_path) -> None:
+    text = """worker=$(cat <<- EOM
+  python scripts/performance/run_script.py --gpu h100 --model_family_name llama --model_recipe_name llama3_70b --num_gpus 64 \\
+    --gpus_per_node 8 --compute_dtype fp8_cs --global_batch_size 256 --micro_batch_size 2 --seq_length 8192 \\
+    --tensor_model_parallel_size 4 --pipeline_model_parallel_size 8 --virtual_pipeline_model_parallel_size 5 \\
+    --use_megatron_fsdp False --max_steps 50 logger.log_throughput=True ddp.grad_reduce_in_fp32=false
+EOM
+)
+echo "$worker" > worker.sh
+torchrun --nproc-per-node=8 --nnodes=8 --no-python bash worker.sh
+"""
+    job, by = job_of(tmp_path, "a.sh", text), job_of(tmp_path, "a.sh", text).layout
+    assert (job.framework, job.gpus, job.gpus_per_node, job.seq) == ("bridge", 64, 8, 8192)
+    assert (by.tp, by.pp, by.vpp, by.micro_batch, by.zero, by.sequence_parallel) == (4, 8, 5, 2, 1, True)  # fmt: skip
+    assert (job.facts.precision, job.facts.fp8, job.facts.grads) == ("bf16", "tensorwise", "bf16")
+    assert job.unpriced == () and "the recipe llama3_70b" in said(job, "unknown")
+    short = (
+        "python setup_experiment.py -g h100 -mr llama3_8b -ng 16 -gn 8 -c bf16 -tp 2 -gb 64 -mb 1"
+    )
+    job = job_of(tmp_path, "b.sh", short)
+    assert (job.gpus, job.layout.tp, job.layout.global_batch) == (16, 2, 64)
+
+
+def test_a_script_that_is_written_and_run(tmp_path) -> None:
+    text = f"""TP=4
+worker=$(cat <<- EOM
+  nice -10 python pretrain_gpt.py {MODEL} --bf16 \\
+    --tensor-model-parallel-size $TP --train-iters \\$STEPS
+
+EOM
+)
+echo "$worker" > worker.sh
+chmod 777 worker.sh
+torchrun --nproc-per-node=8 --nnodes=2 --no-python bash worker.sh
+"""
+    job = job_of(tmp_path, "a.sh", text)
+    assert (job.layout.tp, job.facts.precision, job.gpus) == (4, "bf16", 16)
+    assert job_of(tmp_path, "b.sh", text.replace("EOM\n", "'EOM'\n", 1)).layout.tp == 4
+
+
+def test_a_here_document_that_a_variable_holds(tmp_path) -> None:
+    text = f"TP=4\nread -r -d '' CMD <<EOF\npretrain_gpt.py {MODEL} \\\n  --tensor-model-parallel-size $TP\nEOF\n"
+    assert job_of(tmp_path, "a.sh", f"{text}torchrun $CMD").layout.tp == 4
+
+
 def test_embedding_and_loss_count_as_layers(tmp_path) -> None:
     model = MODEL.replace("12 --hidden", "14 --hidden")
     text = f"torchrun pretrain_gpt.py {model} --pipeline-model-parallel-size 4 --pp-partition-method 'type:transformer|embedding'"
@@ -500,11 +644,66 @@ def test_pipelines_of_torchtitan_without_a_global_batch(tmp_path) -> None:
     assert (by.micro_batch, by.micro_batches_on(16)) == (2, 4)
 
 
+NANO = """
+parallelism: {dp: 4, pp: 1, tp: 2, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER, recompute_granularity: SELECTIVE}
+optimizer: {zero_stage: 0, accumulate_grad_in_fp32: true}
+tokens: {batch_accumulation_per_replica: 2, micro_batch_size: 1, sequence_length: 4096}
+learning_rate_scheduler: {lr_warmup_steps: 10}
+"""
+
+
+def test_models_of_nanotron_that_are_no_llama(tmp_path) -> None:
+    text = (
+        NANO
+        + """model:
+  model_config: {is_starcoder2_config: true, grouped_query: true, num_kv_heads: 4, hidden_size: 4608, num_attention_heads: 36,
+                 num_hidden_layers: 32, vocab_size: 49152, activation_function: gelu, resid_pdrop: 0.1, attn_pdrop: 0.1}
+  dtype: bfloat16
+"""
+    )
+    job = job_of(tmp_path, "a.yaml", text)
+    shape = job.shape
+    assert (shape.kv_heads, shape.gated, shape.ffn, job.facts.dropout) == (4, False, 4 * 4608, 0.1)
+    assert (job.layout.recompute, job.unpriced) == ("selective", ())
+    earlier = "model: {hidden_size: 2048, num_attention_heads: 16, n_inner: 8192, n_layer: 24, "
+    earlier += "vocab_size: 49152, activation_function: gelu}\n"
+    shape = job_of(tmp_path, "b.yaml", NANO + earlier).shape
+    assert (shape.layers, shape.hidden, shape.ffn, shape.kv_heads) == (24, 2048, 8192, 16)
+    other = text.replace("grouped_query: true, num_kv_heads: 4", "multi_query: true")
+    assert job_of(tmp_path, "c.yaml", other).shape.kv_heads == 1
+
+
+def test_one_head_of_keys_in_bigcodes_megatron(tmp_path) -> None:
+    start = "source $HOME/.bashrc\n. venv/bin/activate\ntorchrun --role x --nproc_per_node 8"
+    text = f"{start} pretrain_gpt.py {MODEL} --attention-head-type multiquery"
+    job = job_of(tmp_path, "a.sh", text)
+    assert job.shape.kv_heads == 1 and job.unpriced == ()
+    assert "activate" not in said(job, "unknown") and "bashrc" not in said(job, "unknown")
+
+
+def test_scripts_of_torchtitan_that_name_their_configuration(tmp_path) -> None:
+    toml = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nbatch_size = 3\ntensor_parallel_degree = 8\n"
+    toml += "data_parallel_shard_degree = 4\n"
+    start = "#SBATCH --nodes=4\nsrun --gpus 8 torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 ./train.py "
+    text = "CONFIG_FILE=${CONFIG_FILE:-'train_configs/a.toml'}\npython tool.py --seq_len 1\n"
+    text += f"{start}--job.config_file $CONFIG_FILE"
+    (tmp_path / "train_configs").mkdir()
+    (tmp_path / "train_configs" / "a.toml").write_text(toml)
+    job = job_of(
+        tmp_path, "a.sh", f"{text} --training.tensor_parallel_degree 2 --training.shuffle_seed 7"
+    )
+    by = job.layout
+    assert (job.gpus, by.tp, by.dp, by.micro_batch, job.shape.layers) == (32, 2, 4, 3, 32)
+    with pytest.raises(AutoparError, match=r"stand in other.toml, which is not beside it"):
+        job_of(tmp_path, "b.sh", f"{start}--job.config_file other.toml --training.shuffle_seed 7")
+
+
 @pytest.mark.parametrize(
     ("options", "adapters"),
     [
         ("--lora_enable True --lora_r 128", True),
         ("--use_llm_lora 16", True),
+        ("--use_lora", True),
         ("--lora_r 8", True),
         ("--use_lora False --lora_r 8", False),
         ("--use_llm_lora 0", False),
@@ -514,6 +713,58 @@ def test_pipelines_of_torchtitan_without_a_global_batch(tmp_path) -> None:
 def test_low_rank_adapters(options: str, adapters: bool, tmp_path) -> None:
     text = f"torchrun train.py --per_device_train_batch_size 1 {options}"
     assert ("low-rank" in said(job_of(tmp_path, "a.sh", text), "unknown")) is adapters
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pairs"),
+    [
+        ("a.sh", "torchrun scripts/dpo.py --per_device_train_batch_size 4", True),
+        ("a.sh", "trl dpo --per_device_train_batch_size 4", True),
+        (
+            "a.sh",
+            "torchrun scripts/run_sft.py --per_device_train_batch_size 4 --output_dir dpo/x",
+            False,
+        ),
+        ("a.sh", "swift rlhf --rlhf_type dpo --per_device_train_batch_size 4", True),
+        ("a.sh", "swift rlhf --rlhf_type grpo --per_device_train_batch_size 4", False),
+        ("a.yaml", "stage: dpo\nper_device_train_batch_size: 4\n", True),
+        ("a.yaml", "stage: sft\nper_device_train_batch_size: 4\n", False),
+        ("a.yaml", "base_model: a/b\nrl: dpo\nmicro_batch_size: 4\n", True),
+        ("a.yaml", "beta: 0.1\nmax_prompt_length: 512\nper_device_train_batch_size: 4\n", True),
+        (
+            "a.yaml",
+            "beta: 0.1\nmax_prompt_length: 512\nnum_generations: 8\nper_device_train_batch_size: 4\n",
+            False,
+        ),
+        ("kto.yaml", "beta: 0.1\nmax_prompt_length: 512\nper_device_train_batch_size: 4\n", False),
+        ("a.py", "args = DPOConfig(per_device_train_batch_size=4)", True),
+    ],
+)
+def test_samples_that_are_pairs(name: str, text: str, pairs: bool, tmp_path) -> None:
+    job = job_of(tmp_path, name, text)
+    assert job.layout.micro_batch == (8 if pairs else 4)
+    assert ("pair of answers" in said(job, "note")) is pairs and job.unpriced == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--use_fsdp --fsdp_sharding_strategy FULL_SHARD --fsdp_backward_prefetch BACKWARD_PRE", {"zero": 3}),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", {"zero": 2}),
+        ("--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false --fsdp_offload_params true", {"zero": 2, "offload": "parameters"}),
+        ("--use_fsdp --fsdp_version 2 --fsdp_activation_checkpointing true --parallelism_config_tp_size 2 "
+         "--parallelism_config_dp_shard_size 4", {"zero": 3, "tp": 2, "dp": 4, "recompute": "full"}),
+        ("--use_deepspeed --zero_stage 2 --offload_optimizer_device cpu", {"zero": 2, "offload": "optimizer"}),
+        ("--multi_gpu", {"zero": 0}),
+    ],
+)  # fmt: skip
+def test_options_of_accelerates_launcher(options: str, expected: dict, tmp_path) -> None:
+    start = "accelerate launch --num_processes 8 --num_machines 1 --mixed_precision bf16"
+    text = f"{start} {options} train.py --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+    job = job_of(tmp_path, "a.sh", text)
+    assert {name: getattr(job.layout, name) for name in expected} == expected
+    assert (job.layout.micro_batch, job.layout.accumulation, job.gpus) == (4, 2, 8)
+    assert job.unpriced == () and said(job, "unknown") == ""
 
 
 def test_sharding_that_another_file_says(tmp_path) -> None:
@@ -548,3 +799,15 @@ def test_nothing_of_a_file_runs(name: str, tmp_path, monkeypatch) -> None:
     with contextlib.suppress(AutoparError):
         job_of(tmp_path, name, EFFECTS[name])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("off", ["false", "False", "no", "off", "0", "none", "null"])
+def test_each_word_for_off(off: str, tmp_path) -> None:
+    text = f"""model: {{num_layers: 12, hidden_size: 768, num_attention_heads: 12}}
+megatron_cfg: {{enabled: {off}, tensor_model_parallel_size: 4}}
+micro_batch_size: 1
+sequence_parallel: {off}
+some_overlap: {off}
+"""
+    job = job_of(tmp_path, "job.yaml", text)
+    assert (job.layout.tp, job.layout.sequence_parallel, job.unpriced) == (1, False, ())

@@ -312,7 +312,7 @@ def test_missing_files_and_unknown_targets(tmp_path: Path) -> None:
         read_job(tmp_path / "none.sh")
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
-    with pytest.raises(AutoparError, match="is not known; accelerate"):
+    with pytest.raises(AutoparError, match=r"is not known; .*accelerate"):
         read_job(path, "jax")
     assert read_job(path).framework == "megatron"
 

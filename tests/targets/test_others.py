@@ -16,7 +16,8 @@ from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.nanotron import NANOTRON
 from autopar.targets.registry import TARGETS, read_job
 from autopar.targets.target import NotExpressible, Source, Target
-from autopar.targets.torchtitan import TORCHTITAN, split_layers
+from autopar.targets.torchtitan import TORCHTITAN
+from autopar.targets.torchtitan_options import split_layers
 from autopar.targets.transformers import TRANSFORMERS
 
 SHAPE = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True)

@@ -1,0 +1,237 @@
+"""OpenRLHF: launch scripts of its trainers, which run DeepSpeed. Options have names with dots since
+version 0.10; the earlier names are read too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
+from autopar.targets import deepspeed
+from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
+from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.shell import read_script
+from autopar.targets.target import NotExpressible, Source, Target, heads_divide, nodes_of
+
+_NAMES = {
+    "zero": ("ds.zero_stage", "zero_stage"),
+    "micro": ("train.micro_batch_size", "micro_train_batch_size"),
+    "batch": ("train.batch_size", "train_batch_size"),
+    "tp": ("ds.tensor_parallel_size", "ds_tensor_parallel_size"),
+    "cp": ("ds.ring_attn_size", "ring_attn_size"),
+    "offload": ("ds.adam_offload", "adam_offload"),
+    "recompute": ("model.gradient_checkpointing_enable", "gradient_checkpointing"),
+    "overlap": ("ds.overlap_comm", "overlap_comm"),
+    "seq": ("data.max_len", "max_len"),
+}
+"""Names of options: of version 0.10 and later, and of the ones before."""
+_OF_ACTOR = "actor.gradient_checkpointing_enable"
+"""The name in reinforcement learning, where several models are trained."""
+_PAIRS = ("train_dpo", "train_rm")
+"""Trainers whose samples are pairs of answers, which one forward reads together."""
+_NEUTRAL = re.compile(r"(?!.*(fp8|quant|liger|4bit|experts_impl|muon|freeze|packing)).*")
+"""All but options that change kernels, the dtype or what is trained."""
+_BATCH = "train_batch_size"
+
+
+def _reads(source: Source) -> bool:
+    trainer = re.search(r"openrlhf[./]cli|\btrain_(ppo\w*|sft|dpo|rm|kto|kd)\.py", source.text)
+    known = re.search(r"--(ds\.zero_stage|train\.(micro_)?batch_size)\b", source.text)
+    return "micro_train_batch_size" in source.text or (trainer and known) is not None
+
+
+def read(source: Source) -> Job:
+    """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
+    AutoparError if no command starts a trainer of OpenRLHF.
+    """
+    script = read_script(source.text, source.read_file)
+    values, trainer = dict[str, str](), ""
+    known = {name for names in _NAMES.values() for name in names}
+    for _, words in script.programs():
+        options = options_of(words)
+        if len(known & set(options)) > len(known & set(values)):
+            values = options
+            trainer = next((m[1] for w in words if (m := re.search(r"(train_\w+)", w))), "")
+    if not values:
+        raise AutoparError(f"no job: no command of {source.name} has options of OpenRLHF")
+    args = Arguments(values | {"trainer": trainer})
+    args.findings += unread_files(script)
+    layout, seq = _layout(args, args.text("trainer") or "")
+    nodes = args.whole("nnodes", "num_nodes", "actor.num_nodes", "actor_num_nodes")
+    per_node = args.whole(
+        "nproc_per_node", "num_gpus", "actor.num_gpus_per_node", "actor_num_gpus_per_node"
+    )
+    _note(args, trainer)
+    return args.job(
+        "openrlhf",
+        _NEUTRAL,
+        layout=layout,
+        gpus=per_node * (nodes or 1) if per_node else None,
+        gpus_per_node=per_node,
+        seq=seq,
+        facts=_facts(args, layout),
+    )
+
+
+def _layout(args: Arguments, trainer: str) -> tuple[Layout, int | None]:
+    """(the layout, the tokens of a sequence)."""
+    prompt, answer = args.whole("prompt_max_len"), args.whole("generate_max_len")
+    seq = args.whole(*_NAMES["seq"]) or (prompt + answer if prompt and answer else None)
+    micro = args.whole(*_NAMES["micro"])
+    tokens = args.whole("train.max_tokens_per_gpu", "train_max_tokens_per_gpu")
+    if args.flag("train.dynamic_batch_enable", "use_dynamic_batch") and tokens and seq:
+        tokens *= (args.whole(*_NAMES["cp"]) or 1) * (args.whole(*_NAMES["tp"]) or 1)
+        micro = max(1, tokens // seq)
+        args.find("note", f"micro-batches hold {tokens} tokens: priced as {micro} of {seq}")
+    elif micro is None:
+        args.find("unknown", "the micro-batch does not stand in the file: 1 is taken",
+                  legal=("give --micro-batch",))  # fmt: skip
+    answers = 1 + (trainer in _PAIRS)
+    if answers > 1:
+        args.find("note", f"a sample of {trainer} is a pair: priced as two sequences")
+    if (group := args.whole("ds.zpg", "zpg", least=0)) and group > 1:
+        args.find("note", f"parameters are shared out over {group} ranks: priced as over all")
+    zero = args.whole(*_NAMES["zero"], least=0)
+    return Layout(
+        tp=args.whole(*_NAMES["tp"]) or 1,
+        cp=args.whole(*_NAMES["cp"]) or 1,
+        micro_batch=answers * (micro or 1),
+        global_batch=answers * (args.whole(*_NAMES["batch"]) or 128),
+        zero=2 if zero is None else zero,
+        offload="optimizer" if args.flag(*_NAMES["offload"]) else "none",
+        recompute="full" if args.flag(*_NAMES["recompute"], _OF_ACTOR) else "none",
+    ), seq
+
+
+def _facts(args: Arguments, layout: Layout) -> Facts:
+    dtype = args.text("ds.param_dtype", "param_dtype", "data_type")
+    if dtype is None:
+        earlier = "micro_train_batch_size" in args.values
+        dtype = "bf16" if args.flag("bf16") or not earlier else "fp32"
+    grads = args.text("ds.grad_accum_dtype", "grad_accum_dtype")
+    return Facts(
+        dtype if dtype in ("bf16", "fp16") else "fp32",
+        grads=grads if grads in ("bf16", "fp32") else None,
+        # DeepSpeed's default is to overlap under ZeRO-3
+        dp_overlap=bool(args.flag(*_NAMES["overlap"])) or layout.zero == 3,
+        compile=bool(args.flag("ds.deepcompile", "deepcompile")),
+        dropout=0.0,
+    )
+
+
+def _note(args: Arguments, trainer: str) -> None:
+    note_model(args, "model.model_name_or_path", "actor.model_name_or_path", "pretrain")
+    if "ppo" in trainer:
+        args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
+    elif trainer == "train_dpo":
+        args.find("note", "the reference model takes memory besides")
+    if args.flag("ds.packing_samples", "packing_samples"):
+        args.find("note", "samples are packed without padding: priced as all of the full length")
+    rank = args.whole("ds.lora.rank", "lora_rank", least=0)
+    find_adapters(Arguments({"lora_rank": str(rank or 0)}, args.findings))
+
+
+def refusals(job: Job, gpus: int) -> list[Finding]:
+    """What DeepSpeed refuses at start, in the options of OpenRLHF."""
+    batch, stage = _name(job, "batch"), _name(job, "zero")
+    pairs = job.flags.get("trainer") in _PAIRS
+
+    def said(text: str) -> str:
+        if found := re.fullmatch(rf"{_BATCH}: (\d+)", text):
+            return f"--{batch} {int(found[1]) // (1 + pairs)}"
+        return re.sub(r"zero_optimization\.stage: ", f"--{stage} ", text)
+
+    found = [
+        replace(finding, legal=tuple(map(said, finding.legal)))
+        for finding in deepspeed.refusals(job, gpus)
+    ]
+    if job.layout.tp > 1 and job.facts.precision != "bf16":
+        what = f"tp={job.layout.tp} in {job.facts.precision}"
+        theirs = "BF16 is required for tensor parallel training"
+        found.append(Finding("refused", what, theirs, ("--ds.param_dtype bf16",)))
+    return found
+
+
+def restriction(shape: ModelShape, seq: int) -> Restriction:
+    """What OpenRLHF can run: ZeRO without a pipeline, tp below ZeRO-3, and ring attention."""
+
+    def allows(choice: Any) -> bool:
+        mesh = choice.mesh
+        return (
+            mesh.pp == mesh.ep == 1
+            and heads_divide(shape, mesh.tp)
+            and mesh.order == ""
+            and not choice.shard
+            and (mesh.tp == 1 or choice.zero < 3)
+        )
+
+    pins = {"sequence_parallel": False, "pp": 1, "context_method": "ring"}
+    return Restriction("OpenRLHF", pins, ("none", "full"), (), allows)
+
+
+def _name(job: Job, what: str) -> str:
+    """The name of an option in the version that a job is written for."""
+    if what == "recompute" and _OF_ACTOR in job.flags:
+        return _OF_ACTOR
+    now, before = _NAMES[what]
+    return before if _NAMES["micro"][1] in job.flags else now
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The options of a job by name, as texts. Raises NotExpressible if OpenRLHF cannot run it."""
+    by = job.layout
+    if by.offload == "parameters":
+        raise NotExpressible(
+            "OpenRLHF cannot say parameters in host memory: the nearest is --ds.adam_offload"
+        )
+    deepspeed.config_of(job)  # raises for what DeepSpeed cannot run
+    answers = 2 if job.flags.get("trainer") in _PAIRS else 1
+    batch = by.batch_on(job.gpus or by.tp * by.cp)
+    if batch % answers:
+        raise NotExpressible(f"OpenRLHF cannot say {batch} sequences of pairs: the nearest is one more")  # fmt: skip
+    found: Mapping[str, str | None] = {
+        "zero": str(by.zero),
+        "micro": str(max(1, by.micro_batch // answers)),
+        "batch": str(batch // answers),
+        "tp": str(by.tp) if by.tp > 1 else None,
+        "cp": str(by.cp) if by.cp > 1 else None,
+        "offload": "" if by.offload == "optimizer" else None,
+        "recompute": "" if by.recompute == "full" else None,
+        "overlap": "" if job.facts.dp_overlap and by.zero < 3 else None,
+        "seq": str(job.seq) if job.seq else None,
+    }
+    return {_name(job, what): text for what, text in found.items() if text is not None}
+
+
+def write(job: Job) -> Exported:
+    """A launch script of OpenRLHF's supervised fine-tuning. Raises NotExpressible if it cannot run
+    the job.
+    """
+    per_node, _ = nodes_of(job)
+    flags = flags_of(job) | {"ds.param_dtype": job.facts.precision}
+    lines = [f"deepspeed --num_gpus {per_node} --module openrlhf.cli.train_sft"]
+    lines += [f"--{name} {text}".strip() for name, text in flags.items()]
+    text = "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
+    losses = ("the model and the data: set --model.model_name_or_path and --data.dataset",)
+    return Exported("openrlhf 0.11", text, "bash train.sh", {}, losses, "train.sh")
+
+
+OPENRLHF = Target(
+    "openrlhf",
+    "OpenRLHF 0.11 (DeepSpeed)",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "deepspeed",
+    flags_of,
+    dashes="--",
+    sharding="zero",
+    sequence_parallel=False,
+)
+"""OpenRLHF."""

@@ -1,0 +1,98 @@
+"""Writes a job as a launch script of torchtitan."""
+
+from __future__ import annotations
+
+from autopar.targets.job import Exported, Job, Layout, ModelShape
+from autopar.targets.megatron_layout import even_stages
+from autopar.targets.target import NotExpressible, torchrun
+from autopar.targets.torchtitan_models import FLAVORS
+from autopar.targets.torchtitan_options import WRITTEN, P, T
+
+_POLICIES = {"none": "none", "full": "full", "op": "selective"}
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The flags of a job, by name. Raises NotExpressible if torchtitan cannot run it."""
+    by, lacking = job.layout, []
+    if by.zero == 1:
+        lacking.append("ZeRO-1: the nearest is FSDP with fsdp_reshard_after_forward never (ZeRO-2)")
+    if by.recompute not in _POLICIES or by.recompute_layers:
+        lacking.append(f"recompute {by.recompute}: the nearest are selective by op, and full")
+    if by.schedule not in ("none", *WRITTEN):
+        lacking.append(f"schedule {by.schedule}: it has {', '.join(WRITTEN.values())}")
+    if by.order:
+        lacking.append(
+            f"the rank order {by.order}: it has tp, cp, shard, replicate, pp from the inside"
+        )
+    if by.offload == "optimizer":
+        lacking.append(
+            "the optimizer's state alone in host memory: the nearest is training.enable_cpu_offload"
+        )
+    if by.zero == 0 and by.cp > 1:
+        lacking.append("cp without FSDP")
+    if lacking:
+        raise NotExpressible(f"torchtitan cannot say {'; '.join(lacking)}")
+    dp = by.dp_on(job.gpus or by.tp * by.pp * by.cp)
+    batch = by.batch_on(job.gpus or by.tp * by.pp * by.cp)
+    replicas, shards = (by.copies, dp // by.copies) if by.zero else (dp, 1)
+    found = {
+        f"{P}data_parallel_replicate_degree": str(replicas),
+        f"{P}data_parallel_shard_degree": str(shards),
+    }
+    found |= {f"{P}tensor_parallel_degree": str(by.tp), f"{P}context_parallel_degree": str(by.cp)}
+    found |= {f"{P}pipeline_parallel_degree": str(by.pp), f"{P}expert_parallel_degree": str(by.ep)}
+    found |= {} if by.sequence_parallel or by.tp == 1 else {f"{P}enable_sequence_parallel": "False"}
+    found |= (
+        {f"{P}fsdp_reshard_after_forward": "never" if by.zero == 2 else "always"} if by.zero else {}
+    )
+    local = batch // dp if by.pp > 1 else by.micro_batch
+    found |= {f"{T}local_batch_size": str(local), f"{T}global_batch_size": str(batch)}
+    found |= {f"{T}seq_len": str(job.seq)} if job.seq else {}
+    if by.pp > 1:
+        found |= {
+            f"{P}pipeline_parallel_schedule": WRITTEN[by.schedule],
+            f"{P}pipeline_parallel_microbatch_size": str(by.micro_batch),
+        }
+        found |= _parts(by, job.shape)
+    if by.pp * by.ep > 1:
+        found[f"{T}disable_cuda_graphs"] = "True"
+    found["activation-checkpoint"] = _POLICIES[by.recompute]
+    found |= {f"{T}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
+    return found | ({"compile.enable": "True"} if job.facts.compile else {})
+
+
+def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:
+    """The modules of each stage, if its layers are known."""
+    sizes = by.stages or even_stages(shape.layers, by.pp * by.vpp)
+    parts, at = list[str](), 0
+    for number, size in enumerate(sizes):
+        names = ["tok_embeddings"] if number == 0 else []
+        names += [f"layers.{layer}" for layer in range(at, at + size)]
+        names += ["norm", "lm_head"] if number == len(sizes) - 1 else []
+        parts.append(",".join(names))
+        at += size
+    return {f"{P}module_fqns_per_model_part": " ".join(parts)} if parts else {}
+
+
+def write_torchtitan(job: Job) -> Exported:
+    """A launch script of torchtitan 0.3. Raises NotExpressible if torchtitan cannot run the job."""
+    flags = flags_of(job)
+    policy = flags.pop("activation-checkpoint")
+    flavors = [name for name, shape in FLAVORS.items() if shape == job.shape]
+    name, size = flavors[0] if flavors else ("MODULE", "CONFIG")
+    config = f"{name}_{size}" if flavors else size
+    words = [f"--module {name}", f"--config {config}"]
+    # what is true by its presence has a form of its own
+    words += [f"--{n}" if v == "True" else f"--{_off(n)}" if v == "False" else f"--{n} {v}"
+              for n, v in flags.items()]  # fmt: skip
+    lines = [f"{torchrun(job)} -m torchtitan.train", *words, f"activation-checkpoint:{policy}"]
+    losses = [] if flavors else ["the model: set --module and --config"]
+    losses += ["fp8: the function of --config names its converters"] if job.facts.fp8 else []
+    text = "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
+    return Exported("torchtitan 0.3", text, "bash train.sh", {}, tuple(losses), "train.sh")
+
+
+def _off(name: str) -> str:
+    """The flag that sets an option to false."""
+    section, _, key = name.rpartition(".")
+    return f"{section}.no-{key}"

@@ -1,0 +1,252 @@
+"""verl with FSDP: overrides in Hydra's form in a launch script, of reinforcement learning and of
+supervised fine-tuning. verl with Megatron-LM is read as Megatron-LM's options.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
+from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
+from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.megatron_mapping import overrides_of
+from autopar.targets.shell import read_script
+from autopar.targets.target import NotExpressible, Source, Target, multiples_near
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+_NAMES = {
+    "micro": (f"{_ACTOR}ppo_micro_batch_size_per_gpu", "data.micro_batch_size_per_gpu", "data.micro_batch_size"),
+    "batch": (f"{_ACTOR}ppo_mini_batch_size", "data.train_batch_size"),
+    "cp": (f"{_ACTOR}ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"),
+    "recompute": (f"{_MODEL}enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
+    "offload": (f"{_ACTOR}fsdp_config.offload_policy", "model.fsdp_config.offload_params", "engine.offload_policy"),
+    "group": (f"{_ACTOR}fsdp_config.fsdp_size", "model.fsdp_config.fsdp_size", "engine.fsdp_size"),
+    "reshard": (f"{_ACTOR}fsdp_config.reshard_after_forward", "model.fsdp_config.reshard_after_forward", "engine.reshard_after_forward"),
+}  # fmt: skip
+"""Paths of options: of reinforcement learning, then of supervised fine-tuning."""
+_STRATEGY = (f"{_ACTOR}strategy", "model.strategy", "engine.strategy", "engine")
+_COUNTED = re.compile(
+    r"(actor_rollout_ref\.(actor|model)|model|engine)\.(.*\.)?"
+    r"(use_(liger|fused_kernels|torch_compile)|\w*quant\w*|.*fp8.*|entropy_checkpointing|\w*dtype|use_remove_padding)"
+)
+"""Options that change kernels or the dtype. All others need no price."""
+_NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|.*use_remove_padding|.*use_torch_compile")
+
+
+def _reads(source: Source) -> bool:
+    text = source.text
+    known = re.search(r"actor_rollout_ref\.(actor|model)\.|verl\.trainer\.(fsdp_)?sft", text)
+    return known is not None and "megatron" not in re.sub(r"#.*", "", text).lower()
+
+
+def read(source: Source) -> Job:
+    """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
+    AutoparError if no command has overrides of verl.
+    """
+    script = read_script(source.text, source.read_file)
+    known = {name for names in _NAMES.values() for name in names}
+    values: dict[str, str] = {}
+    for _, words in script.programs():
+        found = overrides_of(words) | _plain(words)
+        if len(known & set(found)) > len(known & set(values)):
+            values = {path.lstrip("+"): text for path, text in found.items()} | _launcher(words)
+    if not values:
+        raise AutoparError(f"no job: no command of {source.name} has overrides of verl")
+    args = Arguments(values)
+    args.findings += unread_files(script)
+    per_node = args.whole("nproc_per_node", "trainer.n_gpus_per_node")
+    nodes = args.whole("nnodes", "trainer.nnodes") or 1
+    gpus = per_node * nodes if per_node else None
+    layout, seq = _layout(args, gpus)
+    _note(args)
+    for name in ("entropy_checkpointing", "use_torch_compile"):
+        args.flag(f"{_ACTOR}{name}")
+    facts = Facts("bf16", dropout=0.0)
+    return args.job("verl", _NEUTRAL, layout=layout, gpus=gpus, gpus_per_node=per_node, seq=seq,
+                    facts=facts)  # fmt: skip
+
+
+def _plain(words: tuple[str, ...]) -> dict[str, str]:
+    """The overrides without a dot in their path, such as `ulysses_sequence_parallel_size=2`."""
+    found = [re.fullmatch(r"\+{0,2}(ulysses_sequence_parallel_size|engine)=(.*)", w) for w in words]
+    return {match[1]: match[2] for match in found if match}
+
+
+def _launcher(words: tuple[str, ...]) -> dict[str, str]:
+    options = options_of(words)
+    return {name: options[name] for name in ("nproc_per_node", "nnodes") if name in options}
+
+
+def _layout(args: Arguments, gpus: int | None) -> tuple[Layout, int | None]:
+    """(the layout, the tokens of a sequence)."""
+    sizes = [args.whole("data.max_prompt_length"), args.whole("data.max_response_length")]
+    seq = args.whole("data.max_length") or (sizes[0] + sizes[1] if sizes[0] and sizes[1] else None)
+    cp = args.whole(*_NAMES["cp"]) or 1
+    answers = args.whole("actor_rollout_ref.rollout.n") or 1
+    batch = args.whole(*_NAMES["batch"])
+    kind = (args.text(*_STRATEGY) or "fsdp").lower()
+    kept = kind == "fsdp2" and args.flag(*_NAMES["reshard"]) is False
+    group = args.text(*_NAMES["group"]) or "-1"
+    copies = 1
+    if group.isdigit() and gpus and gpus % int(group) == 0:
+        copies = gpus // int(group)
+    elif group.isdigit():
+        args.find("note", f"fsdp_size {group}: priced as shared out over all devices")
+    zero = 0 if group == "1" else 2 if kept else 3
+    return Layout(
+        cp=cp,
+        micro_batch=_micro(args, cp, seq, gpus),
+        global_batch=batch * answers if batch else None,
+        zero=zero,
+        copies=copies if zero else 1,
+        recompute="full" if args.flag(*_NAMES["recompute"]) else "none",
+        offload="parameters" if args.flag(*_NAMES["offload"]) else "none",
+    ), seq
+
+
+def _micro(args: Arguments, cp: int, seq: int | None, gpus: int | None) -> int:
+    """The sequences of a micro-batch on a data-parallel rank."""
+    tokens = args.whole(f"{_ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
+    if args.flag(f"{_ACTOR}use_dynamic_bsz", "data.use_dynamic_bsz"):
+        held = (tokens or 16384) * cp
+        micro = max(1, held // seq) if seq else 1
+        args.find("note", f"micro-batches hold {held} tokens: priced as {micro} of {seq}")
+        return micro
+    own, total = args.whole(*_NAMES["micro"]), args.whole(f"{_ACTOR}ppo_micro_batch_size")
+    if own is None and total and gpus:  # of all ranks, in earlier versions
+        return max(1, total * cp // gpus)
+    if own is None:
+        args.find("unknown", "the micro-batch does not stand in the file: 1 is taken",
+                  legal=("give --micro-batch",))  # fmt: skip
+    return own or 1
+
+
+def _note(args: Arguments) -> None:
+    note_model(args, f"{_MODEL}path", "model.path", "model.partial_pretrain")
+    if any(name.startswith(_ACTOR) for name in args.values):
+        args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
+    moved = (f"{_ACTOR}fsdp_config.param_offload", f"{_ACTOR}fsdp_config.optimizer_offload")
+    if any([args.flag(name) for name in moved]):
+        args.find("note", "what fsdp_config offloads is on the devices during the update, and priced there")  # fmt: skip
+    rank = args.whole(f"{_MODEL}lora_rank", "model.lora_rank", least=0)
+    find_adapters(Arguments({"lora_rank": str(rank or 0)}, args.findings))
+
+
+def refusals(job: Job, gpus: int) -> list[Finding]:
+    """What verl refuses at start."""
+    by, heads, found = job.layout, job.shape.heads, list[Finding]()
+    if gpus % by.cp:
+        found.append(Finding("refused", f"sp={by.cp} does not divide {gpus} devices",
+                             "world_size must be divisible by ulysses_sequence_parallel_size"))  # fmt: skip
+        return found
+    dp, answers = by.dp_on(gpus), _answers(job)
+    rows = by.micro_batch * dp
+    if by.batch_on(gpus) % rows and not job.flags.get(f"{_ACTOR}use_dynamic_bsz"):
+        legal = [n for n in multiples_near(rows, by.batch_on(gpus)) if n % answers == 0]
+        found.append(Finding("refused", f"{by.batch_on(gpus)} sequences of a step are no multiple of {by.micro_batch} x {dp}",
+                             "normalized ppo_mini_batch_size should be divisible by ppo_micro_batch_size_per_gpu",
+                             tuple(f"{_name(job, 'batch')}={n // answers}" for n in legal)))  # fmt: skip
+    if heads and heads % by.cp:
+        found.append(Finding("refused", f"sp={by.cp} does not divide {heads} attention heads",
+                             "num_heads must be divisible by ulysses sequence parallel size"))  # fmt: skip
+    return found
+
+
+def restriction(shape: ModelShape, seq: int) -> Restriction:
+    """What verl's FSDP can run: ZeRO-3, or 2 that keeps what it gathered, with Ulysses."""
+
+    def allows(choice: Any) -> bool:
+        mesh = choice.mesh
+        return (
+            mesh.pp == mesh.ep == mesh.tp == 1
+            and not (shape.heads and shape.heads % mesh.cp)
+            and mesh.order == ""
+            and choice.zero in (2, 3) + (0,) * (mesh.dp * mesh.cp == 1)
+        )
+
+    pins = {"pp": 1, "tp": 1, "context_method": "ulysses"}
+    return Restriction("verl", pins, ("none", "full"), (), allows)
+
+
+def _answers(job: Job) -> int:
+    text = job.flags.get("actor_rollout_ref.rollout.n", "1")
+    return int(text) if text.isdigit() and int(text) else 1
+
+
+def _name(job: Job, what: str) -> str:
+    """The path of an option in the trainer of a job."""
+    names = _NAMES[what]
+    supervised = any(name.startswith("data.micro_batch_size") for name in job.flags)
+    return next((n for n in names if n in job.flags), names[supervised])
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The overrides of a job by path. Raises NotExpressible if verl's FSDP cannot run it."""
+    by, lacking = job.layout, []
+    if by.tp * by.pp * by.ep > 1:
+        lacking.append(
+            f"tp={by.tp} pp={by.pp} ep={by.ep} with FSDP: the nearest is its Megatron-LM"
+        )
+    if by.zero == 1 or (by.zero == 0 and (by.dp or 1) * by.cp > 1):
+        lacking.append(f"ZeRO-{by.zero}: the nearest is reshard_after_forward=False (ZeRO-2)")
+    if by.recompute not in ("none", "full"):
+        lacking.append(f"recompute {by.recompute}: the nearest is that of all layers")
+    if by.offload == "optimizer":
+        lacking.append("the optimizer's state alone in host memory: the nearest is offload_policy")
+    gpus = job.gpus or by.cp
+    if by.batch_on(gpus) % _answers(job):
+        lacking.append(
+            f"{by.batch_on(gpus)} sequences of {_answers(job)} answers: the nearest is a multiple"
+        )
+    if lacking:
+        raise NotExpressible(f"verl cannot say {'; '.join(lacking)}")
+    found = {
+        "micro": str(by.micro_batch),
+        "batch": str(by.batch_on(gpus) // _answers(job)),
+        "cp": str(by.cp),
+        "recompute": str(by.recompute == "full"),
+        "group": str(by.shard_on(gpus) or -1),
+        "reshard": str(by.zero != 2),
+        "offload": str(by.offload == "parameters"),
+    }
+    return {_name(job, what): text for what, text in found.items()}
+
+
+def write(job: Job) -> Exported:
+    """A launch script of verl. Raises NotExpressible if its FSDP cannot run the job."""
+    found = flags_of(job) | {f"{_ACTOR}strategy": "fsdp2"}
+    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
+    found |= {
+        "trainer.n_gpus_per_node": str(per_node),
+        "trainer.nnodes": str(max(1, (job.gpus or 1) // per_node)),
+    }
+    lines = [
+        "python3 -m verl.trainer.main_ppo",
+        *(f"{path}={text}" for path, text in found.items()),
+    ]
+    losses = ["the model, the data and the rollout"]
+    losses += (
+        [f"sequences of {job.seq} tokens: data.max_prompt_length and data.max_response_length"]
+        if job.seq
+        else []
+    )
+    text = "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
+    return Exported("verl 0.7", text, "bash train.sh", {}, tuple(losses), "train.sh")
+
+
+VERL = Target(
+    "verl",
+    "verl 0.7 (FSDP)",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "transformers",
+    flags_of,
+    zero=(0, 2, 3),
+    sequence_parallel=False,
+)
+"""verl with FSDP."""
