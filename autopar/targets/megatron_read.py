@@ -71,6 +71,10 @@ def read_megatron(source: Source) -> Job:
 
 def _of_mapping(data: Mapping[str, object]) -> Job:
     """The job of nested mappings, each option by the last part of its path."""
+    if str(data.get("_target_", "")).startswith("verl."):
+        raise AutoparError(
+            "no job: the file is a part of verl's own configuration: give the script that overrides it"
+        )
     values, findings = options_by_name(data, _MARKS)
     values.pop("data_parallel_size", None)  # it follows from the devices: this one is of inference
     known = [mark for mark in _MARKS if mark in values]
