@@ -52,7 +52,23 @@ def _reads(source: Source) -> bool:
         text,
         re.M,
     )
-    return known is not None and "megatron" not in re.sub(r"#.*", "", text).lower()
+    return known is not None and not _has_megatron(source)
+
+
+def _has_megatron(source: Source) -> bool:
+    """Whether Megatron-LM trains the actor. Branches of a script that are not taken do not count."""
+    text = re.sub(r"#.*", "", source.text).lower()
+    if "megatron" not in text:
+        return False
+    if re.search(r"config[-_]name\S*megatron|ppo_megatron_trainer", text):
+        return True
+    try:
+        values, _ = _values(source)
+    except AutoparError:
+        return True
+    kinds = {values.get(name, "").lower() for name in _STRATEGY}
+    inside = any(path.startswith(f"{_ACTOR}megatron.") for path in values)
+    return "megatron" in kinds or inside or not _KNOWN & set(values)
 
 
 def read(source: Source) -> Job:

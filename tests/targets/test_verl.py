@@ -79,7 +79,14 @@ def test_a_micro_batch_of_all_ranks_in_earlier_versions() -> None:
     assert read(text).layout.micro_batch == 64 * 2 // 16
 
 
+def test_a_branch_with_megatron_that_is_not_taken() -> None:
+    branch = "backend=fsdp  # or megatron\nMORE=''\nif [ $backend = megatron ]; then MORE='actor_rollout_ref.actor.strategy=megatron'; fi\n"
+    assert read(branch + PPO.replace("$@", "$MORE")).layout.micro_batch == 4
+
+
 def test_with_megatron_it_is_read_as_that() -> None:
+    strategy = PPO.replace("$@", "actor_rollout_ref.actor.strategy=megatron")
+    assert not VERL.reads(Source(strategy, "train.sh"))
     text = PPO.replace("$@", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
     assert not VERL.reads(Source(text, "train.sh"))
 
