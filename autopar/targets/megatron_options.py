@@ -379,7 +379,9 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
     args.flag("overlap_param_gather")
     off = args.flag("no_overlap_p2p_communication")
     on = args.flag("overlap_p2p_comm")
-    optimizer = args.text("optimizer")
+    optimizer = (args.text("optimizer") or "").removeprefix("dist_") or None
+    if optimizer not in (None, "adam", "adamw", "sgd", "muon"):
+        args.find("note", f"optimizer {optimizer}: priced as Adam")
     return Facts(
         precision="bf16"
         if bf16 or (bf16 is None and fp16 is None and fp8)
