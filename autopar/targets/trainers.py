@@ -32,7 +32,7 @@ from autopar.targets.target import Source
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
 _NEUTRAL = re.compile(
-    r"(?!.*(fp8|quant|optim(izer)?$|offload|liger|compile|packing|attn|flash|bit$|neftune|freeze|unsloth|kernel)).*|sample_packing|packing|"
+    r"(?!.*(fp8|quant|optim(izer)?$|offload|parallel|liger|compile|packing|attn|flash|bit$|neftune|freeze|unsloth|kernel)).*|sample_packing|packing|"
     r"attn_impl.*|flash_attn.*|flash_attention|eval_sample_packing|pad_to_sequence_len|.*compile.*=False"
 )
 """All but options that change kernels, the dtype, what is trained or where it is held."""

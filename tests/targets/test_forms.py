@@ -795,6 +795,22 @@ def test_optimizers_of_megatron(optimizer: str, noted: bool, tmp_path) -> None:
     assert job.facts.optimizer == {"adam": "adam", "dist_muon": "muon"}.get(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("options", "fp8"),
+    [
+        ("--bf16 --fp8-hybrid", "delayed"),
+        ("--bf16 --fp8-e4m3", "delayed"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "tensorwise"),
+        ("--bf16", ""),
+    ],
+)
+def test_fp8_of_each_version(options: str, fp8: str, tmp_path) -> None:
+    text = f"torchrun pretrain_gpt.py {MODEL} {options} --micro-batch-size ${{12}}"
+    job = job_of(tmp_path, "a.sh", text)
+    assert (job.facts.precision, job.facts.fp8) == ("bf16", fp8)
+    assert "micro_batch_size is ${12}, which" in said(job, "unknown")
+
+
 def test_sharding_that_another_file_says(tmp_path) -> None:
     text = "model_name_or_path: a/b\nper_device_train_batch_size: 1\nbf16: true\n"
     assert "what shards the states" in said(job_of(tmp_path, "sft.yaml", text), "unknown")
