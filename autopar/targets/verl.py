@@ -52,7 +52,8 @@ def _reads(source: Source) -> bool:
         text,
         re.M,
     )
-    return known is not None and not _has_megatron(source)
+    is_script = not source.name.endswith(".py")
+    return known is not None and is_script and not _has_megatron(source)
 
 
 def _has_megatron(source: Source) -> bool:

@@ -87,6 +87,7 @@ def test_a_branch_with_megatron_that_is_not_taken() -> None:
 def test_with_megatron_it_is_read_as_that() -> None:
     strategy = PPO.replace("$@", "actor_rollout_ref.actor.strategy=megatron")
     assert not VERL.reads(Source(strategy, "train.sh"))
+    assert not VERL.reads(Source("config.actor_rollout_ref.actor.strategy", "main.py"))
     text = PPO.replace("$@", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
     assert not VERL.reads(Source(text, "train.sh"))
 
