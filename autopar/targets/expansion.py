@@ -174,7 +174,7 @@ class Expansion:
     def _unset(self, name: str) -> tuple[str, ...]:
         if name in ("@", "*"):
             return (unknown(f'"${name}", the arguments of the script'),)
-        return (unknown(f"${name}"),)
+        return (unknown(f"${{{name}}}" if name.isdigit() and len(name) > 1 else f"${name}"),)
 
     def _changed(self, values: tuple[str, ...] | None, name: str, change: str) -> tuple[str, ...]:
         """The values after the change that `${name...}` asks for, such as a default."""

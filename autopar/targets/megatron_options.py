@@ -364,6 +364,8 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
     bf16, fp16 = args.flag("bf16"), args.flag("fp16")
     fp8 = args.text("fp8_format", "fp8") or ""
     fp8 = "" if is_false(fp8) else fp8
+    if args.values.keys().isdisjoint(("fp8_format", "fp8")):  # of 2023
+        fp8 = "hybrid" if args.flag("fp8_hybrid") or args.flag("fp8_e4m3") else ""
     recipe = args.text("fp8_recipe")
     narrow = args.flag("grad_reduce_in_bf16")
     wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")
@@ -379,7 +381,9 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
     args.flag("overlap_param_gather")
     off = args.flag("no_overlap_p2p_communication")
     on = args.flag("overlap_p2p_comm")
-    optimizer = args.text("optimizer")
+    optimizer = (args.text("optimizer") or "").removeprefix("dist_") or None
+    if optimizer not in (None, "adam", "adamw", "sgd", "muon"):
+        args.find("note", f"optimizer {optimizer}: priced as Adam")
     return Facts(
         precision="bf16"
         if bf16 or (bf16 is None and fp16 is None and fp8)

@@ -71,6 +71,10 @@ def read_megatron(source: Source) -> Job:
 
 def _of_mapping(data: Mapping[str, object]) -> Job:
     """The job of nested mappings, each option by the last part of its path."""
+    if str(data.get("_target_", "")).startswith("verl."):
+        raise AutoparError(
+            "no job: the file is a part of verl's own configuration: give the script that overrides it"
+        )
     values, findings = options_by_name(data, _MARKS)
     values.pop("data_parallel_size", None)  # it follows from the devices: this one is of inference
     known = [mark for mark in _MARKS if mark in values]
@@ -124,10 +128,7 @@ def _of_script(source: Source) -> Job:
         )
     else:
         words = _joined_layout(script, best, findings)
-        task = options_of(words).get("task", "")
-        other = f"--task {task}" if _TASKS.search(task) else ""
-        if other := other or next((word for word in words if _NO_TRAINING.search(word)), ""):
-            raise AutoparError(f"no job: {other} of {source.name} does not train")
+        _check_that_it_trains(words, source.name)
     options = options_of(words)
     for word in words:
         if (
@@ -154,6 +155,15 @@ def _of_script(source: Source) -> Job:
     job = job_of(options)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
+
+
+def _check_that_it_trains(words: Iterable[str], name: str) -> None:
+    """Raises AutoparError if a command of the script `name` does not train."""
+    words = list(words)
+    task = options_of(words).get("task", "")
+    other = f"--task {task}" if _TASKS.search(task) else ""
+    if other := other or next((word for word in words if _NO_TRAINING.search(word)), ""):
+        raise AutoparError(f"no job: {other} of {name} does not train")
 
 
 def _of_deepspeed(

@@ -41,7 +41,8 @@ _BATCH = "train_batch_size"
 def _reads(source: Source) -> bool:
     trainer = re.search(r"openrlhf[./]cli|\btrain_(ppo\w*|sft|dpo|rm|kto|kd)\.py", source.text)
     known = re.search(r"--(ds\.zero_stage|train\.(micro_)?batch_size)\b", source.text)
-    return "micro_train_batch_size" in source.text or (trainer and known) is not None
+    named = "micro_train_batch_size" in source.text or (trainer and known) is not None
+    return named and not source.name.endswith(".py")
 
 
 def read(source: Source) -> Job:

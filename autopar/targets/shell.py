@@ -26,7 +26,7 @@ MOST_STEPS = 20_000
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(
-    r"(^|/)(\.?(bash|zsh|z)?(rc|profile|env)|\.bash_profile|activate|conda\.sh|setvars\.sh|env_?vars?\.sh|modules?\.sh|lmod\.sh|init/\w+)$"
+    r"(^|/)(\.(bash|zsh)rc|\.(bash_|z)?profile|etc/profile|activate|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh|init/\w+)$"
 )
 """Files that set up the shell and its programs: no options of a training stand there."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")

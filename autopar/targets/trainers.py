@@ -32,10 +32,14 @@ from autopar.targets.target import Source
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
 _NEUTRAL = re.compile(
-    r"(?!.*(fp8|quant|optim$|liger|compile|packing|attn|flash|bit$|neftune|freeze|unsloth|kernel)).*|sample_packing|packing|"
+    r"(?!.*(fp8|quant|optim(izer)?$|offload|parallel|liger|compile|packing|attn|flash|bit$|neftune|freeze|unsloth|kernel)).*|sample_packing|packing|"
     r"attn_impl.*|flash_attn.*|flash_attention|eval_sample_packing|pad_to_sequence_len|.*compile.*=False"
 )
-"""All but options that change kernels, the dtype or what is trained."""
+"""All but options that change kernels, the dtype, what is trained or where it is held."""
+_ADAM = re.compile(r"adamw?(_torch(_fused)?|_hf|_apex_fused)?", re.I)
+"""Optimizers whose state is that of Adam in fp32."""
+_OFFLOADING = ("offload", "offload_disk", "unsloth")
+"""Values of `gradient_checkpointing` by which the inputs of layers wait in host memory."""
 
 
 def reads(source: Source) -> bool:
@@ -61,6 +65,7 @@ def read(source: Source) -> Job:
     per_node = args.whole("nproc_per_node", "num_gpus", "NPROC_PER_NODE") or base.gpus_per_node
     nodes = args.whole("nnodes", "num_nodes", "num_machines")
     gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
+    args.read.update(n for n in ("optim", "optimizer") if _ADAM.fullmatch(args.values.get(n, "")))
     note_model(args, "model_name_or_path", "base_model", "model", "model_id")
     find_adapters(args)
     job = args.job(
@@ -215,7 +220,12 @@ def _layout(args: Arguments, base: Layout) -> Layout:
     if ep > 1:
         ranks = f"{(shard or 1) * copies} x {ep} data-parallel ranks"
         args.find("note", f"expert_parallel_size multiplies the devices in Axolotl: {ranks}")
-    recompute = args.flag("gradient_checkpointing")
+    if args.values.get("gradient_checkpointing", "").lower() in _OFFLOADING:
+        args.read.add("gradient_checkpointing")
+        args.find("note", "gradient_checkpointing moves the inputs of layers to host memory: priced on the devices")  # fmt: skip
+        recompute: bool | None = True
+    else:
+        recompute = args.flag("gradient_checkpointing")
     if "finetuning_type" in args.values and recompute is None:  # LLaMA-Factory's default
         recompute = not args.flag("disable_gradient_checkpointing")
     batch = args.whole("train_batch_size", "global_batch_size")

@@ -9,7 +9,16 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Restriction
-from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
+from autopar.targets.arguments import (
+    Arguments,
+    find_adapters,
+    flat_texts,
+    is_none,
+    note_model,
+    options_of,
+    unread_files,
+)
+from autopar.targets.extended import extended_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_mapping import overrides_of
 from autopar.targets.shell import read_script
@@ -26,6 +35,7 @@ _NAMES = {
     "reshard": (f"{_ACTOR}fsdp_config.reshard_after_forward", "model.fsdp_config.reshard_after_forward", "engine.reshard_after_forward"),
 }  # fmt: skip
 """Paths of options: of reinforcement learning, then of supervised fine-tuning."""
+_KNOWN = frozenset(name for names in _NAMES.values() for name in names)
 _STRATEGY = (f"{_ACTOR}strategy", "model.strategy", "engine.strategy", "engine")
 _COUNTED = re.compile(
     r"(actor_rollout_ref\.(actor|model)|model|engine)\.(.*\.)?"
@@ -37,25 +47,40 @@ _NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|.*use_remove_padding|.*use_to
 
 def _reads(source: Source) -> bool:
     text = source.text
-    known = re.search(r"actor_rollout_ref\.(actor|model)\.|verl\.trainer\.(fsdp_)?sft", text)
-    return known is not None and "megatron" not in re.sub(r"#.*", "", text).lower()
+    known = re.search(
+        r"actor_rollout_ref\.(actor|model)\.|verl\.trainer\.(fsdp_)?sft|^actor_rollout_ref:",
+        text,
+        re.M,
+    )
+    is_script = not source.name.endswith(".py")
+    return known is not None and is_script and not _has_megatron(source)
+
+
+def _has_megatron(source: Source) -> bool:
+    """Whether Megatron-LM trains the actor. Branches of a script that are not taken do not count."""
+    text = re.sub(r"#.*", "", source.text).lower()
+    if "megatron" not in text:
+        return False
+    if re.search(r"config[-_]name\S*megatron|ppo_megatron_trainer", text):
+        return True
+    try:
+        values, _ = _values(source)
+    except AutoparError:
+        return True
+    kinds = {values.get(name, "").lower() for name in _STRATEGY}
+    inside = any(path.startswith(f"{_ACTOR}megatron.") for path in values)
+    return "megatron" in kinds or inside or not _KNOWN & set(values)
 
 
 def read(source: Source) -> Job:
-    """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
-    AutoparError if no command has overrides of verl.
+    """The job of a launch script or of a whole configuration. Of reinforcement learning it is the
+    update of the actor. Raises AutoparError if no command has overrides of verl.
     """
-    script = read_script(source.text, source.read_file)
-    known = {name for names in _NAMES.values() for name in names}
-    values: dict[str, str] = {}
-    for _, words in script.programs():
-        found = overrides_of(words) | _plain(words)
-        if len(known & set(found)) > len(known & set(values)):
-            values = {path.lstrip("+"): text for path, text in found.items()} | _launcher(words)
-    if not values:
+    values, findings = _values(source)
+    if not _KNOWN & set(values):
         raise AutoparError(f"no job: no command of {source.name} has overrides of verl")
     args = Arguments(values)
-    args.findings += unread_files(script)
+    args.findings += findings
     per_node = args.whole("nproc_per_node", "trainer.n_gpus_per_node")
     nodes = args.whole("nnodes", "trainer.nnodes") or 1
     gpus = per_node * nodes if per_node else None
@@ -66,6 +91,21 @@ def read(source: Source) -> Job:
     facts = Facts("bf16", dropout=0.0)
     return args.job("verl", _NEUTRAL, layout=layout, gpus=gpus, gpus_per_node=per_node, seq=seq,
                     facts=facts)  # fmt: skip
+
+
+def _values(source: Source) -> tuple[dict[str, str], list[Finding]]:
+    """The options by path, and findings on them."""
+    if re.search(r"^actor_rollout_ref:", source.text, re.MULTILINE):
+        data, findings = extended_mapping(source)
+        found = {path: "" if is_none(text) else text for path, text in flat_texts(data).items()}
+        return {path: text for path, text in found.items() if text}, findings
+    script = read_script(source.text, source.read_file)
+    values: dict[str, str] = {}
+    for _, words in script.programs():
+        found = overrides_of(words) | _plain(words)
+        if len(_KNOWN & set(found)) > len(_KNOWN & set(values)):
+            values = {path.lstrip("+"): text for path, text in found.items()} | _launcher(words)
+    return values, unread_files(script)
 
 
 def _plain(words: tuple[str, ...]) -> dict[str, str]:

@@ -767,6 +767,50 @@ def test_options_of_accelerates_launcher(options: str, expected: dict, tmp_path)
     assert job.unpriced == () and said(job, "unknown") == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "unpriced", "recompute"),
+    [
+        ("optimizer: adamw_torch_fused", (), "none"),
+        ("optimizer: paged_adamw_8bit", ("optimizer=paged_adamw_8bit",), "none"),
+        ("optim: adafactor", ("optim=adafactor",), "none"),
+        ("activation_offloading: true", ("activation_offloading=True",), "none"),
+        ("gradient_checkpointing: offload", (), "full"),
+        ("gradient_checkpointing: true\nactivation_offloading: false", (), "full"),
+    ],
+)
+def test_options_of_trainers_that_change_memory(options: str, unpriced: tuple[str, ...], recompute: str, tmp_path) -> None:  # fmt: skip
+    text = f"base_model: a/b\nmicro_batch_size: 1\nbf16: true\n{options}\n"
+    job = job_of(tmp_path, "a.yaml", text)
+    assert (job.unpriced, job.layout.recompute) == (unpriced, recompute)
+    assert ("host memory" in said(job, "note")) is ("offload\n" in f"{options}\n")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "noted"), [("adam", False), ("dist_muon", False), ("lion", True)]
+)
+def test_optimizers_of_megatron(optimizer: str, noted: bool, tmp_path) -> None:
+    text = f"torchrun pretrain_gpt.py {MODEL} --optimizer {optimizer}"
+    job = job_of(tmp_path, "a.sh", text)
+    assert ("priced as Adam" in said(job, "note")) is noted
+    assert job.facts.optimizer == {"adam": "adam", "dist_muon": "muon"}.get(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "fp8"),
+    [
+        ("--bf16 --fp8-hybrid", "delayed"),
+        ("--bf16 --fp8-e4m3", "delayed"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "tensorwise"),
+        ("--bf16", ""),
+    ],
+)
+def test_fp8_of_each_version(options: str, fp8: str, tmp_path) -> None:
+    text = f"torchrun pretrain_gpt.py {MODEL} {options} --micro-batch-size ${{12}}"
+    job = job_of(tmp_path, "a.sh", text)
+    assert (job.facts.precision, job.facts.fp8) == ("bf16", fp8)
+    assert "micro_batch_size is ${12}, which" in said(job, "unknown")
+
+
 def test_sharding_that_another_file_says(tmp_path) -> None:
     text = "model_name_or_path: a/b\nper_device_train_batch_size: 1\nbf16: true\n"
     assert "what shards the states" in said(job_of(tmp_path, "sft.yaml", text), "unknown")

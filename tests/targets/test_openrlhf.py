@@ -61,6 +61,16 @@ def test_the_actor_of_reinforcement_learning() -> None:
     assert read(PPO.replace("--bf16", "")).facts.precision == "fp32"
 
 
+def test_names_of_early_2026_and_programs_that_define_options() -> None:
+    text = PPO.replace(
+        "--bf16", "--param_dtype bf16 --use_dynamic_batch --train_max_tokens_per_gpu 16384"
+    )
+    job = read(text)
+    assert (job.facts.precision, job.layout.micro_batch) == ("bf16", 2 * 16384 // 4096)
+    text = 'parser.add_argument("--micro_train_batch_size", type=int, default=2)'
+    assert not OPENRLHF.reads(Source(text, "train_prm.py"))
+
+
 @pytest.mark.parametrize("trainer", ["train_dpo", "train_rm"])
 def test_samples_that_are_pairs(trainer: str) -> None:
     job = read(SFT.replace("train_sft", trainer))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import AutoparError
 from autopar.jobs.advice import differences
 from autopar.targets.job import Job, Layout, ModelShape
-from autopar.targets.registry import TARGETS
+from autopar.targets.registry import TARGETS, read_job
 from autopar.targets.target import NotExpressible, Source
 from autopar.targets.verl import VERL
 
@@ -78,7 +79,15 @@ def test_a_micro_batch_of_all_ranks_in_earlier_versions() -> None:
     assert read(text).layout.micro_batch == 64 * 2 // 16
 
 
+def test_a_branch_with_megatron_that_is_not_taken() -> None:
+    branch = "backend=fsdp  # or megatron\nMORE=''\nif [ $backend = megatron ]; then MORE='actor_rollout_ref.actor.strategy=megatron'; fi\n"
+    assert read(branch + PPO.replace("$@", "$MORE")).layout.micro_batch == 4
+
+
 def test_with_megatron_it_is_read_as_that() -> None:
+    strategy = PPO.replace("$@", "actor_rollout_ref.actor.strategy=megatron")
+    assert not VERL.reads(Source(strategy, "train.sh"))
+    assert not VERL.reads(Source("config.actor_rollout_ref.actor.strategy", "main.py"))
     text = PPO.replace("$@", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
     assert not VERL.reads(Source(text, "train.sh"))
 
@@ -97,6 +106,28 @@ def test_differences_in_their_own_options(text: str, names: tuple[str, ...]) -> 
     told = differences(VERL, job, replace(job, layout=other, flags={}))
     assert len(told) == len(names)
     assert all(any(d.option.endswith(name) for d in told) for name in names)
+
+
+def test_a_whole_configuration_and_a_part_of_one(tmp_path) -> None:
+    text = """data: {max_prompt_length: 512, max_response_length: 512, train_batch_size: 64}
+actor_rollout_ref:
+  model: {path: a/b, enable_gradient_checkpointing: true, lora_rank: 0}
+  actor: {strategy: fsdp, ppo_mini_batch_size: 32, ppo_micro_batch_size: null, ppo_micro_batch_size_per_gpu: 2,
+          fsdp_config: {fsdp_size: -1}, ulysses_sequence_parallel_size: 1}
+  rollout: {n: 2, tensor_model_parallel_size: 2}
+trainer: {nnodes: 1, n_gpus_per_node: 8}
+"""
+    source = Source(text, "trainer.yaml")
+    assert VERL.reads(source)
+    job = VERL.read(source)
+    assert job.layout == Layout(micro_batch=2, global_batch=64, zero=3, recompute="full")
+    assert (job.gpus, job.seq, job.unpriced) == (8, 1024, ())
+    part = tmp_path / "rollout.yaml"
+    part.write_text(
+        "_target_: verl.workers.config.RolloutConfig\ntensor_model_parallel_size: 2\nnum_layers: 2\nhidden_size: 2\n"
+    )
+    with pytest.raises(AutoparError, match="part of verl's own configuration"):
+        read_job(part)
 
 
 def test_what_is_refused() -> None:
