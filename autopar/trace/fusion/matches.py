@@ -33,7 +33,9 @@ class Match:
         interior: the nodes that the op replaces, `results` among them, in the order of the graph.
         at: the node by which the subgraph is recognised, such as the root of a norm.
         views: by operand, the view of its node that the op reads.
-        moved: a cast of the first operand and its views, which the op reads before the cast.
+        passed: the subgraph's views of inner values, where the op reads its operands in such views.
+        shapes: by operand, the small shape in which it is evaluated, after all views. An operand
+            that is missing has the small shape that follows from its own.
         copies: other nodes that compute an operand, which the subgraph reads.
         rounded: the dtype to which the first result is cast, None for its own.
         apart: a product that adds the operand called bias, which the op adds in its place; or None.
@@ -46,7 +48,8 @@ class Match:
     interior: tuple[Node, ...]
     at: Node
     views: dict[str, View] = field(default_factory=dict)
-    moved: tuple[Node, ...] = ()
+    passed: tuple[Node, ...] = ()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     copies: dict[Node, Node] = field(default_factory=dict)
     rounded: Any = None
     apart: Node | None = None

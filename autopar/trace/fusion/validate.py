@@ -59,9 +59,9 @@ def _operands(match: Match) -> Values:
     """
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
-    for number, node in enumerate(match.operands.values()):
+    for name, node in match.operands.items():
         val = node.meta["val"]
-        shape = _small_shape(node if number or not match.moved else match.moved[-1])
+        shape = match.shapes.get(name) or small_shape(node)
         if val.is_floating_point():
             found[node] = torch.randn(shape, generator=generator, dtype=torch.float64).to(val.dtype)
         else:
@@ -69,13 +69,13 @@ def _operands(match: Match) -> Values:
     return found
 
 
-def _small_shape(node: Node) -> list[int]:
+def small_shape(node: Node) -> tuple[int, ...]:
     """The small shape that a node's tensor has where a match is evaluated: dims by `small`, the
     last dim whole unless it is symbolic.
     """
     shape = node.meta["val"].shape
     last = [int(size) if isinstance(size, int) else small(size) for size in shape[-1:]]
-    return [small(size) for size in shape[:-1]] + last
+    return *(small(size) for size in shape[:-1]), *last
 
 
 def _small_pairs(node: Node) -> list[int] | None:
@@ -111,7 +111,7 @@ def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) ->
     """
     tensors = {
         name: given[node]
-        if match.moved
+        if name in match.shapes
         else viewed(match, name, given[node], lambda op, *args: op(*args))
         for name, node in match.operands.items()
     }
@@ -133,11 +133,11 @@ def _subgraph(
         values[x] = given[x] + given[bias]
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node in match.moved[1:]:  # a view, which changes no value
+        if node in match.passed:  # a view, which changes no value
             values[node] = args[0]
             continue
         if op_name(node) in ("aten::reshape", "aten::expand"):
-            args = (args[0], _small_pairs(node) or _small_shape(node))
+            args = (args[0], _small_pairs(node) or small_shape(node))
         if wide is not None:
             args, kwargs = _cast_to(wide, args), _cast_to(wide, kwargs)
             if op_name(node) == "aten::rms_norm":  # whose default follows the dtype
