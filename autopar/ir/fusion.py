@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from autopar.errors import shown
 
 FUSE_MODES = ("off", "norms", "all", "head")
-"""What may be fused, each mode with what the modes before it fuse.
+"""What may be fused; each mode adds to the mode before it.
 
-off     nothing
-norms   norms and the residual before them
-all     activations with a gate or after a bias, rotary positions, softmaxes and the loss
-head    the head's product with the loss
+`off` fuses nothing. `norms` fuses norms and the residual before them. `all` adds activations with a
+gate or after a bias, rotary positions, softmaxes and the loss. `head` adds the head's product with
+the loss.
 """
 
 LINEAR_LOSS = "autopar::linear_cross_entropy"
