@@ -167,7 +167,7 @@ def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
     """Names of the vocabulary heads: products whose results reach a loss over classes without
     another product in between, and losses that multiply by the head themselves.
     """
-    found = set(linear_losses(graph))
+    found = {node.name for node in ops(graph) if op_name(node) == LINEAR_LOSS}
     for loss in ops(graph):
         waiting, seen = (
             list(loss.all_input_nodes) if op_name(loss) in (*LOSSES, FUSED_LOSS) else [],
@@ -183,11 +183,6 @@ def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
             else:
                 waiting += source.all_input_nodes
     return found
-
-
-def linear_losses(graph: Graph) -> frozenset[str]:
-    """Names of the losses that multiply by the vocabulary head themselves, in chunks of tokens."""
-    return frozenset(node.name for node in ops(graph) if op_name(node) == LINEAR_LOSS)
 
 
 def added_gradients(graph: Graph) -> set[tuple[str, int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.annotate.class_facts import ClassFacts, ModelFacts
-from autopar.annotate.fusion import FusedShare, linear_losses
+from autopar.annotate.fusion import FusedShare
 from autopar.annotate.kernels import Shape
 from autopar.annotate.recomputed import Rerun
 from autopar.annotate.setting import AxisChoices, Setting
@@ -83,9 +83,7 @@ def local_class(
     fixed = _fixed_layouts(facts, choices[index])
     common = _common(model, facts, setting, choices, fixed)
     shares = facts.shares(software.joins)
-    in_fp8 = frozenset[str]()
-    if software.matmul_dtype == "fp8":
-        in_fp8 = facts.products - linear_losses(facts.graph)
+    in_fp8 = facts.products if software.matmul_dtype == "fp8" else frozenset()
     return LocalClass(
         facts=facts,
         setting=setting,
