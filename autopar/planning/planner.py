@@ -198,7 +198,7 @@ def _fused_best(
     """
     plans: list[tuple[Weighed, Plan]] = []
     error: NoPlanFits | None = None
-    modes = _modes_of(traced)
+    modes = modes_of(traced)
     share = replace(limits, time_s=limits.time_s / len(modes))
     for mode in modes:
         try:
@@ -215,7 +215,7 @@ def _fused_best(
     return replace(best, fusion=replace(best.fusion, weighed=weighed))
 
 
-def _modes_of(traced: TracedModel) -> tuple[str, ...]:
+def modes_of(traced: TracedModel) -> tuple[str, ...]:
     """The modes of fusion to compare for a model: `head` only if a head can be fused with its loss."""
     if fused(traced, "head").fusion.keeps_no_logits:
         return FUSE_MODES
