@@ -54,16 +54,14 @@ def match_linear_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     source = at(between[0]) if between else at(node)
     head = _head_of(source)
     if head is None:
-        return Miss(
-            LINEAR_LOSS, source, f"logits are made by {_words(source)}, no product without bias"
-        )
+        return Miss(LINEAR_LOSS, source, _no_head(source))
     cap = _soft_cap(between)
     if cap is None:
-        return Miss(LINEAR_LOSS, source, "logits are scaled")
+        return Miss(LINEAR_LOSS, source, "its logits are scaled")
     views = tuple(step for step in between if op_name(step) in VIEWS)
     classes, width = head.weight.meta["val"].shape
     if not all(_keeps_classes(view) for view in views):
-        return Miss(LINEAR_LOSS, source, "classes are cut off")
+        return Miss(LINEAR_LOSS, source, "some of its classes are cut off")
     operands = {"hidden": head.hidden, "weight": head.weight, "target": loss.operands["target"]}
     rows = small(at(node).meta["val"].shape[0])
     shapes = {"hidden": (rows, width), "weight": (small(classes), width), "target": (rows,)}
@@ -168,8 +166,12 @@ def _of_hidden(view: Node, width: int) -> tuple[Any, tuple[Any, ...]]:
     return view.target, (immutable_list([*at(view, 1)[:-1], width]),)
 
 
-def _words(node: Node) -> str:
-    """What makes a value, in words: the op's name, or that it comes from another segment."""
-    if op_name(node) in _PRODUCTS and argument(node, "bias") is not None:
-        return "a product that adds a bias"
-    return op_name(node) or "another segment"
+def _no_head(node: Node) -> str:
+    """Why what makes logits is no head that can be fused, as text."""
+    name = op_name(node)
+    if name in _PRODUCTS:
+        biased = argument(node, "bias") is not None
+        return "its head adds a bias" if biased else "its head is no transposed matrix"
+    if name:
+        return f"its logits are made by {name}, no product"
+    return "its logits come from another segment"
