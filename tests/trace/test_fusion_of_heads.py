@@ -82,6 +82,11 @@ SPELLINGS = {
     "tied": (tied, PLAIN),
     "last positions": (last_positions, PLAIN),
     "capped": (capped, PLAIN | {"soft_cap": 30.0}),
+    "scaled": (lambda h, w, labels, _: by_token(F.linear(h, w) / 8.0, labels), PLAIN),
+    "scaled and capped": (
+        lambda h, w, labels, _: by_token(30.0 * torch.tanh(F.linear(h, w) * 0.25), labels),
+        PLAIN | {"soft_cap": 30.0},
+    ),
     "unreduced": (unreduced, PLAIN | {"reduction": "none"}),
     "smoothed": (
         lambda h, w, labels, _: by_token(F.linear(h, w), labels, label_smoothing=0.1),
@@ -124,14 +129,13 @@ def read_twice(h, w, labels, _):
 
 MISSES = {
     "a bias": (lambda h, w, labels, m: by_token(m.head(h), labels), "adds a bias"),
-    "a scale": (lambda h, w, labels, _: by_token(F.linear(h, w) / 8.0, labels), "are scaled"),
     "two caps": (
         lambda h, w, labels, _: by_token(torch.tanh(5 * torch.tanh(F.linear(h, w) / 5)), labels),
-        "are scaled",
+        "are bent more than once",
     ),
-    "another cap": (
-        lambda h, w, labels, _: by_token(30.0 * torch.tanh(F.linear(h, w) / 29.0), labels),
-        "are scaled",
+    "a negative cap": (
+        lambda h, w, labels, _: by_token(-30.0 * torch.tanh(F.linear(h, w) / 30.0), labels),
+        "are bent more than once",
     ),
     "read twice": (read_twice, "used elsewhere too"),
     "fewer classes": (

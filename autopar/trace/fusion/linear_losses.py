@@ -1,15 +1,15 @@
 """Which cross-entropies are of logits that a product without bias has made, and that nothing else reads.
 
-    cross_entropy(view(cap tanh(hidden weight^T / cap)), target)
+    cross_entropy(view(cap tanh(scale hidden weight^T / cap)), target)
 
 The views cut or join dims other than classes: a reshape to rows, or the slice of all positions but the last.  The op reads the same views
-of hidden, and makes the logits of some rows at a time.
+of hidden, times the scale, and makes the logits of some rows at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isclose
+from math import inf, isclose
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.fx.immutable_collections import immutable_list
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import LINEAR_LOSS
 from autopar.trace.fusion.algebra import Algebra, at, dtype_of, is_floating
-from autopar.trace.fusion.losses import VIEWS, match_loss, rounded_dtype
-from autopar.trace.fusion.matches import Match, Miss
+from autopar.trace.fusion.losses import match_loss, rounded_dtype
+from autopar.trace.fusion.matches import VIEWS, Match, Miss, View
 from autopar.trace.fusion.validate import small
 
 _PRODUCTS = ("aten::linear", "aten::matmul", "aten::mm")
@@ -55,9 +55,11 @@ def match_linear_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     head = _head_of(source)
     if head is None:
         return Miss(LINEAR_LOSS, source, _no_head(source))
-    cap = _soft_cap(between)
-    if cap is None:
-        return Miss(LINEAR_LOSS, source, "its logits are scaled")
+    scale, cap = _scale_and_cap(between)
+    if not scale:
+        return Miss(
+            LINEAR_LOSS, source, "its logits are bent more than once, or not by cap tanh(x)"
+        )
     views = tuple(step for step in between if op_name(step) in VIEWS)
     classes, width = head.weight.meta["val"].shape
     if not all(_keeps_classes(view) for view in views):
@@ -72,11 +74,11 @@ def match_linear_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     return Match(
         torch.ops.autopar.linear_cross_entropy.default,
         operands,
-        loss.attributes | ({"soft_cap": cap} if cap else {}),
+        loss.attributes | ({} if cap is None else {"soft_cap": cap}),
         results=(node,),
         interior=(*made, *between, node),
         at=head.product,
-        views={"hidden": tuple(_of_hidden(view, width) for view in views)},
+        views={"hidden": _of_hidden(views, width, scale)},
         passed=views,
         shapes=shapes,
         rounded=rounded_dtype(node),
@@ -108,21 +110,23 @@ def _is_step(node: Node) -> bool:
     return name == "aten::tanh" or (name in VIEWS and not node.kwargs)
 
 
-def _soft_cap(between: tuple[Node, ...]) -> float | None:
-    """The cap of the calls that compute logits from a product: cap tanh(x / cap). 0.0 if they do
-    not change x; None if they change it otherwise.
+def _scale_and_cap(between: tuple[Node, ...]) -> tuple[float, float | None]:
+    """(scale, cap) of the calls that compute logits from a product x: cap tanh(scale x / cap), or
+    scale x, for which the cap is None. A scale of 0.0 if they compute anything else.
     """
-    factors, bent = [1.0], 0
+    factors = [1.0]
     for step in between:
         if op_name(step) == "aten::tanh":
             factors.append(1.0)
-            bent += 1
         elif op_name(step) in _SCALES:
             number = float(at(step, 1))
-            factors[-1] *= number if op_name(step) == "aten::mul" else 1.0 / (number or 1.0)
-    if bent == 1 and factors[1] > 0 and isclose(factors[0] * factors[1], 1.0, rel_tol=1e-12):
-        return factors[1]
-    return 0.0 if factors == [1.0] else None
+            factors[-1] *= number if op_name(step) == "aten::mul" else 1.0 / (number or inf)
+    if len(factors) == 1:
+        return factors[0], None
+    scale = factors[0] * factors[1]
+    if len(factors) > 2 or factors[1] <= 0:
+        return 0.0, None
+    return 1.0 if isclose(scale, 1.0, rel_tol=1e-12) else scale, factors[1]
 
 
 def _head_of(node: Node) -> _Head | None:
@@ -159,11 +163,17 @@ def _keeps_classes(view: Node) -> bool:
     return all(dim % rank != rank - 1 for dim in every)
 
 
-def _of_hidden(view: Node, width: int) -> tuple[Any, tuple[Any, ...]]:
-    """(op, arguments after the tensor) of a view of logits, for hidden states of `width`."""
-    if op_name(view) != "aten::reshape":
-        return view.target, tuple(view.args[1:])
-    return view.target, (immutable_list([*at(view, 1)[:-1], width]),)
+def _of_hidden(views: tuple[Node, ...], width: int, scale: float) -> View:
+    """The views of hidden states of this width that stand for views of logits, times the scale."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+    for view in views:
+        arguments = tuple(view.args[1:])
+        if op_name(view) == "aten::reshape":
+            arguments = (immutable_list([*at(view, 1)[:-1], width]),)
+        found.append((view.target, arguments))
+    if scale != 1.0:
+        found.append((torch.ops.aten.mul.Tensor, (scale,)))
+    return tuple(found)
 
 
 def _no_head(node: Node) -> str:

@@ -12,13 +12,12 @@ from torch.fx import Node
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, at, dtype_of, is_floating
-from autopar.trace.fusion.matches import Match, Miss, View
+from autopar.trace.fusion.matches import VIEWS, Match, Miss, View
 from autopar.trace.fusion.validate import small_shape
 
 _LOSS = "autopar::cross_entropy"
 _REDUCTIONS = {0: "none", 2: "sum"}
 """torch's number -> the op's name; `trace/mean_losses.py` writes means as sums."""
-VIEWS = {f"aten::{name}" for name in ("reshape", "slice", "squeeze", "unsqueeze")}
 
 
 def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:

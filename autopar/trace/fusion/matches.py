@@ -17,6 +17,8 @@ from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Term
 
+VIEWS = frozenset(f"aten::{name}" for name in ("reshape", "slice", "squeeze", "unsqueeze"))
+"""The ops that cut or join dims, and change no value."""
 View = tuple[tuple[Any, tuple[Any, ...]], ...]
 """The ops that make a view, each with its arguments after the tensor; () is the tensor itself."""
 
@@ -34,8 +36,8 @@ class Match:
         at: the node by which the subgraph is recognised, such as the root of a norm.
         views: by operand, the view of its node that the op reads.
         passed: the subgraph's views of inner values, where the op reads its operands in such views.
-        shapes: by operand, the small shape in which it is evaluated, after all views. An operand
-            that is missing has the small shape that follows from its own.
+        shapes: by operand, the small shape in which it is evaluated, as after its `VIEWS`. An
+            operand that is missing has the small shape that follows from its own.
         copies: other nodes that compute an operand, which the subgraph reads.
         rounded: the dtype to which the first result is cast, None for its own.
         apart: a product that adds the operand called bias, which the op adds in its place; or None.

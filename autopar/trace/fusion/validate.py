@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import op_name
 from autopar.trace.fusion.algebra import at
-from autopar.trace.fusion.matches import Match, viewed
+from autopar.trace.fusion.matches import VIEWS, Match, viewed
 
 _EXACT = 1e-12
 """Largest difference in fp64, relative to the largest element."""
@@ -110,15 +110,22 @@ def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) ->
     rounded as the match says.
     """
     tensors = {
-        name: given[node]
-        if name in match.shapes
-        else viewed(match, name, given[node], lambda op, *args: op(*args))
+        name: viewed(match, name, given[node], _shaped if name in match.shapes else _called)
         for name, node in match.operands.items()
     }
     found = match.op(**tensors, **match.attributes)
     if match.rounded is not None and wide is None:
         found = found.to(match.rounded)
     return (found,) if isinstance(found, Tensor) else found
+
+
+def _called(op: Any, *args: Any) -> Any:
+    return op(*args)
+
+
+def _shaped(op: Any, tensor: Tensor, *args: Any) -> Any:
+    """The result of an op on a tensor that has the shape after all views already."""
+    return tensor if op._schema.name in VIEWS else op(tensor, *args)
 
 
 def _subgraph(
