@@ -19,24 +19,26 @@ HEAD, LOSS = "autopar::linear_cross_entropy", "autopar::cross_entropy"
 class Headed(nn.Module):
     """forward is `loss(hidden, head, labels)`: hidden (rows, 5, 6) comes from a layer, head is a matrix (11, 6)."""
 
-    def __init__(self, loss) -> None:
+    def __init__(self, loss, width: int = WIDTH) -> None:
         super().__init__()
         self.loss = loss
-        self.into, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.into, self.head = nn.Linear(WIDTH, width), nn.Linear(width, CLASSES)
         self.register_buffer("classes", torch.linspace(0.5, 1.5, CLASSES))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.loss(self.into(x), self.head.weight, labels, self)
 
 
-def fused_from(loss, dtype: torch.dtype = torch.float32, mode: str = "head") -> TracedModel:
+def fused_from(
+    loss, dtype: torch.dtype = torch.float32, mode: str = "head", width: int = WIDTH
+) -> TracedModel:
     """The model of a loss after the pass."""
     torch.manual_seed(0)
     inputs = {
         "x": torch.randn(ROWS, SEQ, WIDTH, dtype=dtype),
         "labels": torch.randint(0, CLASSES, (ROWS, SEQ)),
     }
-    return fused(trace(Headed(loss).to(dtype), inputs), mode)
+    return fused(trace(Headed(loss, width).to(dtype), inputs), mode)
 
 
 def by_token(logits, labels, **options):
@@ -114,6 +116,12 @@ def test_a_head_and_its_loss(name, dtype):
     shapes = [tuple(n.meta["val"].shape) for n in nodes if isinstance(n.meta["val"], Tensor)]
     assert not any(shape and shape[-1] == CLASSES for shape in shapes), "logits are left"
     assert not any("cross_entropy_loss" in op_name(node) for node in nodes)
+
+
+def test_a_wide_head():
+    """On random tensors of this width logits would be so large that the loss is rounding alone."""
+    fusion = fused_from(SPELLINGS["in fp32"][0], torch.bfloat16, width=4096).fusion
+    assert [entry.op for entry in fusion.fused] == [HEAD], fusion
 
 
 def test_only_the_mode_that_names_it_fuses_a_head():

@@ -65,8 +65,9 @@ def match_linear_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     if not all(_keeps_classes(view) for view in views):
         return Miss(LINEAR_LOSS, source, "some of its classes are cut off")
     operands = {"hidden": head.hidden, "weight": head.weight, "target": loss.operands["target"]}
-    rows = small(at(node).meta["val"].shape[0])
-    shapes = {"hidden": (rows, width), "weight": (small(classes), width), "target": (rows,)}
+    # sums of few elements give logits of moderate size, whose loss is not lost in rounding
+    rows, few = small(at(node).meta["val"].shape[0]), small(width)
+    shapes = {"hidden": (rows, few), "weight": (small(classes), few), "target": (rows,)}
     if "weight" in loss.operands:
         operands["class_weight"] = loss.operands["weight"]
         shapes["class_weight"] = shapes["weight"][:1]
