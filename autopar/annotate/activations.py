@@ -11,10 +11,12 @@ from torch.fx import Node
 
 from autopar.annotate.backward_peak import BackwardOp, backward_workspace
 from autopar.annotate.fusion import LOSSES, NORMS
+from autopar.annotate.linear_losses import chunk_bytes
 from autopar.annotate.local_class import LocalClass, sharding_key
 from autopar.annotate.saved_tensors import SavedByOp
 from autopar.ir.annotated import AnnotatedOp, Saved
 from autopar.ir.calls import is_attention, op_name
+from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.sharding import Layout, R, S
 from autopar.ops.dims import Call
@@ -23,6 +25,8 @@ from autopar.ops.strategies import OpStrategy
 from autopar.ops.values import operand_names, ops, result_names
 
 _EXPERTS = "autopar::routed_experts"
+_WHOLE_STATISTICS = ("vocab_parallel_statistics", "vocab_parallel_linear_loss")
+"""Lowerings over tp after which each rank keeps the merged statistics of all its tokens."""
 _PASSES = (
     "aten::add",
     "aten::alias",
@@ -80,7 +84,7 @@ def kept_tensors(
         own = _own_bytes(local, node, observed.extra_bytes_per_row)
         if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
             own = ceil(own / local.setting.mesh.cp)
-        if choice.letter:
+        if choice.letter and choice.lowering not in _WHOLE_STATISTICS:
             whole = min(_whole_rows_bytes(local, node, names), own) if choice.letter == "f" else 0
             own = whole + ceil((own - whole) / local.pricing.tp)
         kept.append(Saved(f"{node.name}:own", own))
@@ -188,6 +192,8 @@ def _while_it_runs(
     name.
     """
     software = local.setting.software
+    if op_name(node) == LINEAR_LOSS:
+        return held_bytes(local, chunk_bytes(local, node, op, gradients))
     if op_name(node) in LOSSES and software.loss_kernel == "plain":
         # gradients before and after the log-softmax, both as kept
         return 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]
@@ -284,6 +290,7 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
     exact = (
         name in NORMS
         or (name in LOSSES and software.loss_kernel != "fused")
+        or name == LINEAR_LOSS
         or is_attention(node)
         or drops(node)
     )

@@ -9,10 +9,12 @@ from torch.fx import Node
 
 from autopar.annotate.fusion import FusedShare
 from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
+from autopar.annotate.linear_losses import LinearLoss, linear_loss_time
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.transfers import attention_of
 from autopar.ir.annotated import Saved
 from autopar.ir.calls import is_attention, op_name
+from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.dims import Call, OpDims
@@ -96,6 +98,8 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
         return _attention(local, call)
     if name == "autopar::routed_experts":
         return _experts(local, call)
+    if name == LINEAR_LOSS:
+        return _linear_loss(local, call)
     if name in _GROUPED and all(
         len(_operand_shape(local, call, i)) == n for i, n in ((0, 2), (1, 3))
     ):
@@ -258,6 +262,21 @@ def _cross_entropy(local: LocalClass, call: PricedCall) -> KernelTime:
     if local.setting.software.compiled or local.setting.software.loss_kernel == "fused":
         return local.pricing.kernels.stream(logits + rest, 2 * logits + rest, any(call.grads))
     return local.pricing.kernels.stream(2 * logits + rest, 4 * logits + rest, any(call.grads), 2)
+
+
+def _linear_loss(local: LocalClass, call: PricedCall) -> KernelTime:
+    """Kernel time of a head's product with its cross-entropy, in chunks of tokens."""
+    hidden, weight, target = (_operand_shape(local, call, i) for i in range(3))
+    loss = LinearLoss(
+        tokens=prod(target),
+        classes=weight[0],
+        width=hidden[-1],
+        chunk=int(Call(call.node).arg("chunk")),
+        hidden_grad=call.grads[0],
+        head_grad=call.grads[1],
+        parameter=call.names[1] in local.facts.weights,
+    )
+    return linear_loss_time(local.pricing.kernels, loss)
 
 
 def _composite_norm(local: LocalClass, call: PricedCall) -> KernelTime:

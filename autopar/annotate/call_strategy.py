@@ -16,9 +16,13 @@ from autopar.annotate.kernels import KernelTime
 from autopar.annotate.local_class import LocalClass
 from autopar.ir.annotated import Saved, Strategy
 from autopar.ir.calls import is_attention, op_name
+from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ops.dims import Call
 from autopar.ops.fused import FUSED
+
+_STATISTICS = {"vocab_parallel_statistics": 1, "vocab_parallel_linear_loss": 2}
+"""Lowerings that gather statistics of each token -> the operand with the tokens' targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ def call_strategy(
     )
     if op_name(call.node) in FUSED:
         issued = OWN_OP_ISSUES, OWN_OP_ISSUES * any(call.grads) + len(added)
+    if op_name(call.node) == LINEAR_LOSS:  # and the kernels of each chunk of tokens
+        issued = issued[0] + computed.forward_kernels, issued[1] + computed.backward_kernels
     return Strategy(
         call.choice.name,
         call.choice.inputs,
@@ -95,8 +101,8 @@ def _sent(
     if call.choice.lowering == "vocab_parallel_cross_entropy":
         tokens = local.bytes[call.names[1]] // 8 * 4
         sent_s[0] += 3 * local.pricing.move_s("all_reduce", tokens)
-    if call.choice.lowering == "vocab_parallel_statistics":
-        tokens = local.bytes[call.names[1]] // 8 * 4
+    if call.choice.lowering in _STATISTICS:
+        tokens = local.bytes[call.names[_STATISTICS[call.choice.lowering]]] // 8 * 4
         rows = 4 if Call(call.node).arg("label_smoothing") else 3
         sent_s[0] += local.pricing.move_s("all_gather", rows * tokens * local.pricing.tp)
     if "cp" in call.fixed and is_attention(call.node):

@@ -16,6 +16,8 @@ from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved_tensors import SavedByOp, observe_saved
 from autopar.annotate.storage_dims import storage_dims
 from autopar.ir.annotated import Shared
+from autopar.ir.calls import op_name
+from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.sharding import Layout, Pattern
 from autopar.ir.traced import BlockClass, TracedModel
@@ -60,8 +62,8 @@ class ClassFacts:
 
     `patterns` and `positions` are (dim, pattern) pairs of a value: dims that follow the sections of
     fused projections, and dims that are positions of sequences. `weights` are the parameters; the
-    `borrowed` ones count their bytes in another class. `products` are the calls that multiply by a
-    parameter, and `heads` those directly before the loss. `added` are the (op, operand) pairs where
+    `borrowed` ones count their bytes in another class. `products` are the calls that only multiply by
+    a parameter, and `heads` those directly before the loss or in it. `added` are the (op, operand) pairs where
     autograd sums gradients. `saved` and `roots` come from `observe_saved`, and `storage_dim`
     from `storage_dims`; `windows` has the sliding windows of causal attention. The functions `shares` (fused kernels), `rerun` (recompute
     modes) and `tensor_parallel` (strategies over tp) cache their results.
@@ -289,6 +291,7 @@ def _class_facts(
         for node in ops(graph)
         if (own := dims[node.name]) is not None
         and own.contraction
+        and op_name(node) != LINEAR_LOSS
         and not weights.isdisjoint(operand_names(node))
     )
     return ClassFacts(

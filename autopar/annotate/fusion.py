@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import op_name
+from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ops.dims import OpDims, operands
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.reductions import REDUCTIONS
@@ -164,9 +165,9 @@ FUSED_LOSS = "autopar::cross_entropy"
 
 def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
     """Names of the vocabulary heads: products whose results reach a loss over classes without
-    another product in between.
+    another product in between, and losses that multiply by the head themselves.
     """
-    found: set[str] = set()
+    found = {node.name for node in ops(graph) if op_name(node) == LINEAR_LOSS}
     for loss in ops(graph):
         waiting, seen = (
             list(loss.all_input_nodes) if op_name(loss) in (*LOSSES, FUSED_LOSS) else [],

@@ -185,7 +185,8 @@ class ParameterCosts:
         if self.local.setting.sequence_parallel is None or tensor.dim() != 2:
             return False
         return 1000 * tensor.numel() > self.numel and any(
-            node.name in facts.products and name in operand_names(node) for node in ops(facts.graph)
+            node.name in facts.products | facts.heads and name in operand_names(node)
+            for node in ops(facts.graph)
         )
 
     # ------------------------------------------------------------------------------------------------------- what they cost

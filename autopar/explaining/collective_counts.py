@@ -16,6 +16,7 @@ from autopar.rewrite.lowerings.context_attention import context_attention
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
 from autopar.rewrite.lowerings.vocabulary_parallel import (
     vocab_parallel_cross_entropy,
+    vocab_parallel_linear_loss,
     vocab_parallel_statistics,
 )
 from autopar.rewrite.program import Program, assemble
@@ -39,7 +40,8 @@ def _of_statistics(node: Node) -> tuple[dict[str, int], dict[str, int]]:
     """(forward, backward) counts, by name and axis, of the collectives for the statistics of each
     rank's logits: one all-gather in forward.
     """
-    return {f"all_gather over {node.args[2]}": 1}, {}
+    axis = node.args[3 if node.target is vocab_parallel_linear_loss else 2]
+    return {f"all_gather over {axis}": 1}, {}
 
 
 def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
@@ -65,6 +67,7 @@ def _of_experts(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 _INSIDE = {
     vocab_parallel_cross_entropy: _of_loss,
     vocab_parallel_statistics: _of_statistics,
+    vocab_parallel_linear_loss: _of_statistics,
     context_attention: _of_attention,
     expert_parallel: _of_experts,
 }

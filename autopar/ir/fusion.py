@@ -9,10 +9,16 @@ from dataclasses import dataclass
 
 from autopar.errors import shown
 
-FUSE_MODES = ("off", "norms", "all")
-"""What may be fused: nothing; norms and the residual before them; these, activations with a gate or
-after a bias, rotary positions, softmaxes and the loss.
+FUSE_MODES = ("off", "norms", "all", "head")
+"""What may be fused; each mode adds to the mode before it.
+
+`off` fuses nothing. `norms` fuses norms and the residual before them. `all` adds activations with a
+gate or after a bias, rotary positions, softmaxes and the loss. `head` adds the head's product with
+the loss.
 """
+
+LINEAR_LOSS = "autopar::linear_cross_entropy"
+"""The op of a head's product with its cross-entropy, which keeps no logits."""
 
 AUTO = "auto"
 """The pin with which the planner chooses among `FUSE_MODES`."""
@@ -85,7 +91,7 @@ class Fusion:
     """The report of the pass that replaces subgraphs by fused ops.
 
     Attributes:
-        mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
+        mode: one of `FUSE_MODES`.
         fused: the subgraphs that became one op, once for each block class.
         missed: the subgraphs that nearly did.
         weighed: the modes that the planner compared, if it chose the mode; else ().
@@ -101,6 +107,11 @@ class Fusion:
             raise ValueError(f"fuse={shown(self.mode)}; {', '.join(FUSE_MODES)} are known")
         if self.mode == "off" and (self.fused or self.missed):
             raise ValueError("fusion lists ops, and its mode is off")
+
+    @property
+    def keeps_no_logits(self) -> bool:
+        """Whether a head's product is one op with its loss, which makes logits in chunks of tokens."""
+        return any(entry.op == LINEAR_LOSS for entry in self.fused)
 
 
 UNFUSED = Fusion()

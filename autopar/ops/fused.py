@@ -6,9 +6,12 @@ Rows may be sharded; weights are then replicated.  The dim that a norm reduces m
 
 from __future__ import annotations
 
+from typing import Any
+
 import autopar_kernels.bias_activations
 import autopar_kernels.glu
 import autopar_kernels.layer_norms
+import autopar_kernels.linear_losses
 import autopar_kernels.losses
 import autopar_kernels.norms
 import autopar_kernels.rotary
@@ -124,12 +127,43 @@ def _cross_entropy(call: Call) -> OpDims:
     )
 
 
+def _linear_cross_entropy(call: Call) -> OpDims:
+    """How a head's product with its cross-entropy may be sharded unless it is a mean: by tokens, and
+    by classes. Over classes ranks exchange statistics, and hidden's gradient is a partial sum.
+
+    The dim that the product sums stays whole: partial logits would have to be added up first.
+    """
+    hidden, weight, target = call.tensors[:3]
+    reduction = call.arg("reduction")
+    free = reduction != "mean"
+    tokens = tuple(f"d{k}" if free else f"!{k}" for k in range(target.dim()))
+    classes = "v" if free and not is_symbolic(weight.shape[0]) else "!v"
+    terms = {"hidden": (*tokens, "!h"), "weight": (classes, "!h"), "target": tokens}
+    terms["class_weight"] = ("!w",)
+    special = {"v": "vocab_parallel_linear_loss"} if classes == "v" else {}
+    flops: Any = 2 * weight.numel()
+    for size in target.shape:
+        flops = flops * size
+    return OpDims(
+        tuple(terms[name] for name in present(call, *terms)),
+        (tokens if reduction == "none" else (),),
+        dict(zip(terms["hidden"], hidden.shape, strict=True)) | {classes: weight.shape[0]},
+        frozenset(tokens) if reduction == "sum" else frozenset(),
+        contiguous=frozenset(special),
+        special=special,
+        replicated_result=frozenset(special),
+        contraction=True,
+        flops=flops,
+    )
+
+
 FUSED: dict[str, Rule] = {
     "autopar::rms_norm": _norm,
     "autopar::add_rms_norm": _norm,
     "autopar::layer_norm": _norm,
     "autopar::add_layer_norm": _norm,
     "autopar::cross_entropy": _cross_entropy,
+    "autopar::linear_cross_entropy": _linear_cross_entropy,
     "autopar::bias_activation": _bias_activation,
     "autopar::glu": _glu,
     "autopar::rotary_single": _rotary,

@@ -136,7 +136,7 @@ def shard_letter(
         elif i in dims.additive and letter in dims.summed:
             inputs.append(P)
         else:
-            inputs.append(RP if input_grads[i] and letter not in dims.replicated_result else R)
+            inputs.append(RP if input_grads[i] else R)
     outputs = [_result(dims, term, letter, pattern) for term in dims.outputs]
     read = tuple(layout for layout in inputs if layout is not None)
     written = tuple(layout for layout in outputs if layout is not None)

@@ -29,7 +29,7 @@ from autopar.planning.model_facts import (
     num_experts,
     shared_updates,
 )
-from autopar.planning.pin_checks import may_split_backward, schedule_of
+from autopar.planning.pin_checks import schedule_of, searches_split_backward
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
@@ -219,7 +219,7 @@ def _candidates_on(
             continue
         if micro_batch * mesh.dp < traced.split.least_rows:
             continue
-        stagings = _stagings(request, mesh, number, len(traced.layers))
+        stagings = _stagings(request, mesh, number, traced)
         for recompute, (count, schedule, schedules) in product(recomputes, stagings):
             yield Candidate(
                 mesh,
@@ -345,12 +345,12 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
 
 
 def _stagings(
-    request: PlanRequest, mesh: MeshShape, number: int, blocks: int
+    request: PlanRequest, mesh: MeshShape, number: int, traced: TracedModel
 ) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
     """How candidates of a mesh with `number` micro-batches are cut into stages: at most one (stages
-    per rank, schedule, schedules to choose from). `blocks` is the number of layers. Without a
-    pipeline the schedule is 'none'. With pinned stages, or without a pipeline, there is nothing to
-    choose from: (). [] if no schedule can run.
+    per rank, schedule, schedules to choose from). Without a pipeline the schedule is 'none'. With
+    pinned stages, or without a pipeline, there is nothing to choose from: (). [] if no schedule can
+    run.
     """
     pin = request.pin
     if mesh.pp == 1:
@@ -358,7 +358,7 @@ def _stagings(
     if pin.stages is not None:
         schedule, count = schedule_of(pin), pin.vpp or 1
         return [(count, schedule, ())] if _can_run(schedule, mesh.pp, count, number) else []
-    schedules = _schedules(request, mesh, number, blocks)
+    schedules = _schedules(request, mesh, number, traced)
     return [(count, name, schedules) for name, count in schedules[:1]]
 
 
@@ -410,13 +410,14 @@ def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
 
 
 def _schedules(
-    request: PlanRequest, mesh: MeshShape, number: int, blocks: int
+    request: PlanRequest, mesh: MeshShape, number: int, traced: TracedModel
 ) -> tuple[tuple[str, int], ...]:
     """(schedule, stages per rank) of every pipeline that candidates of a mesh may have, with
-    `number` micro-batches and `blocks` layers: those of `schedules_for`. With several kinds of
-    devices, only those with one stage per rank, whose stage sizes are free.
+    `number` micro-batches: those of `schedules_for`. With several kinds of devices, only those with
+    one stage per rank, whose stage sizes are free.
     """
-    found = schedules_for(request.pin, mesh, number, blocks, may_split_backward(request))
+    splits = searches_split_backward(request, traced)
+    found = schedules_for(request.pin, mesh, number, len(traced.layers), splits)
     if request.restriction is not None:
         found = tuple(pair for pair in found if pair[0] in request.restriction.schedules)
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)

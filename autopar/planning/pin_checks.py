@@ -246,6 +246,17 @@ def may_split_backward(request: PlanRequest) -> bool:
     return not request.runnable or not (request.pin.recompute == "op" or request.software.compiled)
 
 
+def searches_split_backward(request: PlanRequest, traced: TracedModel) -> bool:
+    """Whether schedules with a split backward are searched for a model, or are pinned.
+
+    Unless one is pinned, they are left out if a loss makes its logits in chunks. The gradients of
+    hidden states and of the head would each compute all logits again. Prices count that once.
+    """
+    if not may_split_backward(request):
+        return False
+    return request.pin.schedule is not None or not traced.fusion.keeps_no_logits
+
+
 def schedule_of(pin: Pins) -> str:
     """The schedule of a pipeline whose stages are pinned: the pinned one, otherwise 1F1B, or
     interleaved 1F1B if a rank has several stages.

@@ -28,7 +28,7 @@ from autopar.planning.candidates import (
 )
 from autopar.planning.no_plan import check_host
 from autopar.planning.notes import notes
-from autopar.planning.pin_checks import may_split_backward
+from autopar.planning.pin_checks import searches_split_backward
 from autopar.planning.time_details import time_details
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MODES, Candidate
@@ -90,7 +90,7 @@ def make_plan(
         precision=request.precision,
         blocks=tuple(_blocks(model, origin, found.best, traced, fixed)),
         predicted=prediction,
-        certificate=_certificate(found, solution, model, request),
+        certificate=_certificate(found, solution, model, request, traced),
         model_name=request.model_name,
         model_hash=traced.model_hash,
         cluster_name=request.cluster.name,
@@ -156,10 +156,11 @@ def _blocks(
         yield BlockPlan(traced.classes[index].name, segments, mode, choices)
 
 
-def _space(request: PlanRequest) -> str:
-    """The search space of the request in words, for the certificate."""
+def _space(request: PlanRequest, traced: TracedModel) -> str:
+    """The search space of the request for a model in words, for the certificate."""
     pin, ranks = request.pin, request.pin.pp or "any number of"
-    short = "GPipe, 1F1B and zero bubble" if may_split_backward(request) else "GPipe and 1F1B"
+    splits = searches_split_backward(request, traced)
+    short = "GPipe, 1F1B and zero bubble" if splits else "GPipe and 1F1B"
     if request.is_mixed:
         placed, long, pipelines = GROUPS, "where it is pinned", GROUP_PIPELINES
     else:
@@ -187,14 +188,18 @@ def _space(request: PlanRequest) -> str:
 
 
 def _certificate(
-    found: SearchResult, solution: Solution, model: AnnotatedModel, request: PlanRequest
+    found: SearchResult,
+    solution: Solution,
+    model: AnnotatedModel,
+    request: PlanRequest,
+    traced: TracedModel,
 ) -> Certificate:
     return Certificate(
         status=found.status,
         objective_s=solution.time_s,
         bound_s=found.bound_s,
         gap=found.gap,
-        space=_space(request),
+        space=_space(request, traced),
         meshes=tuple(found.outcomes),
         solve_time_s=found.solve_time_s,
         ledger=_ledgers(model, found.groups, solution.choices),

@@ -198,8 +198,9 @@ def _fused_best(
     """
     plans: list[tuple[Weighed, Plan]] = []
     error: NoPlanFits | None = None
-    share = replace(limits, time_s=limits.time_s / len(FUSE_MODES))
-    for mode in FUSE_MODES:
+    modes = modes_of(traced)
+    share = replace(limits, time_s=limits.time_s / len(modes))
+    for mode in modes:
         try:
             plan, issued_s = _planned(traced, request, mode, share, progress)
         except NoPlanFits as found:
@@ -212,3 +213,10 @@ def _fused_best(
     _, best = min(plans, key=lambda entry: entry[0].bound_s)
     weighed = tuple(entry for entry, _ in plans)
     return replace(best, fusion=replace(best.fusion, weighed=weighed))
+
+
+def modes_of(traced: TracedModel) -> tuple[str, ...]:
+    """The modes of fusion to compare for a model: `head` only if a head can be fused with its loss."""
+    if fused(traced, "head").fusion.keeps_no_logits:
+        return FUSE_MODES
+    return tuple(mode for mode in FUSE_MODES if mode != "head")

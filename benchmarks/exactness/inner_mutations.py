@@ -146,6 +146,7 @@ _SENDING = (
 COMMUNICATING = (
     vocabulary_parallel.vocab_parallel_cross_entropy,
     vocabulary_parallel.vocab_parallel_statistics,
+    vocabulary_parallel.vocab_parallel_linear_loss,
     context_attention.context_attention,
     expert_parallel.expert_parallel,
 )

@@ -1,4 +1,4 @@
-"""A head's product and cross-entropy in chunks of tokens, also of a sharded vocabulary: `autopar::linear_cross_entropy_merged`.
+"""A head's product and cross-entropy in chunks of tokens, also of a sharded vocabulary: `autopar::linear_cross_entropy`.
 
 The logits hidden weight^T of `chunk` tokens exist at a time, never those of all.  As in `losses`, ranks exchange the statistics once:
 
@@ -7,7 +7,8 @@ The logits hidden weight^T of `chunk` tokens exist at a time, never those of all
     loss       = linear_cross_entropy_merged(hidden, weight, target, merged, ...)
 
 Backward computes each chunk's logits again (four products in all, where whole logits take three), and accumulates the weight's gradient
-in fp32.  The gradient of hidden is a partial sum over the shards.  For an unsharded vocabulary torch 2.13 has F.linear_cross_entropy.
+in fp32.  The gradient of hidden is a partial sum over the shards.  Asked for one of the two gradients at a time, as zero bubble asks, it
+computes the logits a third time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import rows_of
+from autopar_kernels.losses import REDUCTIONS
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
@@ -28,6 +30,8 @@ from autopar_kernels.registration import (
 )
 
 _OPS = torch.ops.autopar
+CHUNK = 2048
+"""How many tokens' logits exist at a time, unless a call says otherwise."""
 
 
 def _local(
@@ -48,9 +52,8 @@ def _local(
     rows, flat = rows_of(hidden), target.reshape(-1)
     for start in range(0, rows.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits = rows[part] @ weight.t()
         out[:, part] = _OPS.cross_entropy_local(
-            logits, flat[part], class_weight, first, smooth, soft_cap
+            rows[part] @ weight.t(), flat[part], class_weight, first, smooth, soft_cap
         )
     return out
 
@@ -101,7 +104,7 @@ def _gradient(
     """
     dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
     wide = statistics.dtype
-    total = torch.zeros_like(weight, dtype=wide) if needs[1] else absent(weight)
+    total: Tensor | None = None
     rows, flat = rows_of(hidden), target.reshape(-1)
     for start in range(0, rows.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -111,10 +114,15 @@ def _gradient(
             *(ignore_index, smoothing, z_loss, soft_cap),
         )
         if needs[0]:
-            dhidden.view(rows.shape)[part] = dlogits @ weight
-        if needs[1]:
+            torch.mm(dlogits, weight, out=dhidden.view(rows.shape)[part])
+        if needs[1] and total is None:
+            total = _outer(dlogits, rows[part], wide)
+        elif total is not None:
             total += _outer(dlogits, rows[part], wide)
-    return dhidden, total.to(weight.dtype, copy=True) if needs[1] else total
+        del dlogits  # before the next chunk's logits
+    if not needs[1]:
+        return dhidden, absent(weight)
+    return dhidden, torch.zeros_like(weight) if total is None else total.to(weight.dtype)
 
 
 def _gradient_fake(
@@ -171,7 +179,7 @@ def linear_cross_entropy_merged(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
-    chunk: int = 2048,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored
     rows.
@@ -203,6 +211,55 @@ def linear_cross_entropy_merged(
     return loss.view(target.shape), scales.view(target.shape)
 
 
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunk: int = CHUNK,
+    reduction: str = "mean",
+) -> Tensor:
+    """The cross-entropy of the logits hidden weight^T in fp32 (fp64 for fp64 hidden states),
+    differentiable in hidden and weight.
+
+    It is a scalar, or of target's shape for the reduction "none".
+
+    Args:
+        hidden: (..., H), any strides.
+        weight: (V, H), the head of all classes.
+        target: (...) int64.
+        class_weight: (V,), or None.
+        ignore_index: the target of rows that do not count.
+        label_smoothing: as F.cross_entropy's.
+        z_loss: as `linear_cross_entropy_merged`'s.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
+        chunk: how many tokens' logits exist at a time.
+        reduction: as `autopar::cross_entropy`'s.
+
+    Raises:
+        ValueError: the reduction is unknown, chunk is less than 1, or a shape does not fit.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} tokens; use 1 or more")
+    statistics = _OPS.linear_cross_entropy_local(
+        *(hidden.detach(), weight.detach(), target, class_weight),
+        *(0, label_smoothing > 0, soft_cap, chunk),
+    )
+    loss, scales = linear_cross_entropy_merged(
+        *(hidden, weight, target, statistics, class_weight, 0, None),
+        *(ignore_index, label_smoothing, z_loss, soft_cap, chunk),
+    )
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / scales.sum()
+
+
 _HEAD = "Tensor hidden, Tensor weight, Tensor target"
 register_pass(
     f"linear_cross_entropy_local({_HEAD}, Tensor? class_weight, int first, bool smooth, "
@@ -220,6 +277,12 @@ register_pass(
 register_composite(
     f"linear_cross_entropy_merged({_HEAD}, Tensor statistics, Tensor? class_weight=None, "
     "int first=0, int? classes=None, int ignore_index=-100, float label_smoothing=0.0, "
-    "float z_loss=0.0, float? soft_cap=None, int chunk=2048) -> (Tensor, Tensor)",
+    f"float z_loss=0.0, float? soft_cap=None, int chunk={CHUNK}) -> (Tensor, Tensor)",
     linear_cross_entropy_merged,
+)
+register_composite(
+    f"linear_cross_entropy({_HEAD}, Tensor? class_weight=None, int ignore_index=-100, "
+    "float label_smoothing=0.0, float z_loss=0.0, float? soft_cap=None, "
+    f'int chunk={CHUNK}, str reduction="mean") -> Tensor',
+    linear_cross_entropy,
 )

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 from support.explain_tasks import Task, task, words_of
+from support.fusion_graphs import traced
 
 from autopar.explaining.fusion_report import fusion_table
 from autopar.explaining.lints import lint
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.fusion import FUSE_MODES
 from autopar.ir.plan import Plan
+from autopar.planning.planner import modes_of
 
 MODEL = "llama:layers=2,hidden=512,heads=4,vocab=1024,seq=256"
 
@@ -36,6 +38,29 @@ def test_the_planner_chooses_what_to_fuse(dispatch_s, mode):
     text = words_of(fusion_table(plan.fusion))
     assert "Compared" in text and ("Nothing is fused" in text) is (mode == "off")
     assert Plan.from_json(plan.to_json()).fusion == plan.fusion
+
+
+def test_logits_that_do_not_fit_are_made_again():
+    """Over 65,536 positions the logits take 16 GiB, and their gradient as much: without them, less is recomputed."""
+    sizes = "layers=16,hidden=2048,heads=32,kv_heads=8,ffn=8192,vocab=128256,seq=65536"
+    plan = task(f"llama:{sizes}", "h100:1", 4, 65536).plan({"fuse": "auto"})
+    weighed = {entry.mode: entry.step_s for entry in plan.fusion.weighed}
+    assert plan.fusion.mode == "head" and plan.fusion.keeps_no_logits
+    assert weighed["head"] < weighed["all"]
+
+
+def test_the_head_is_weighed_where_there_is_one():
+    assert modes_of(with_host(1e-9).traced) == FUSE_MODES
+    assert modes_of(traced(lambda x, w, v: x * w)) == ("off", "norms", "all")
+
+
+def test_a_split_backward_would_make_logits_a_third_time():
+    t = with_host(1e-9)
+    pins = {"pp": 2, "tp": 1, "micro_batch": 2}
+    spaces = {mode: t.plan(pins | {"fuse": mode}).certificate.space for mode in ("all", "head")}
+    assert "zero bubble" in spaces["all"] and "zero bubble" not in spaces["head"]
+    pinned = t.plan(pins | {"fuse": "head", "schedule": "zero_bubble"})
+    assert pinned.schedule == "zero_bubble"
 
 
 def test_each_mode_is_the_plan_that_its_pin_gives():

@@ -196,6 +196,15 @@ CASES = [
         differentiable=False,
     ),
     OpCase(
+        ops.linear_cross_entropy.default,
+        lambda: ((2, 2, 6), (5, 6), LABELS, [(5,)], 1, 0.1, 0.01, 2.0, 3, "mean"),
+    ),
+    OpCase(
+        ops.linear_cross_entropy.default,
+        lambda: ((2, 2, 6), (5, 6), LABELS),
+        name="plain",
+    ),
+    OpCase(
         ops.linear_cross_entropy_merged.default,
         lambda: ((2, 2, 6), (5, 6), LABELS, STATISTICS, [(9,)], 2, 9, 1, 0.1, 0.01, 2.0, 3),
         gradcheck=False,

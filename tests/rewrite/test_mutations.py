@@ -136,6 +136,7 @@ def test_every_mutation_of_random_programs_is_caught(name, seed):
         ("mixtral", "ep=2,dp=2"),
         ("autopar-moe", "ep=2,dp=2"),
         ("autopar-llama", "dp=2,tp=2,fuse=all"),
+        ("autopar-llama", "dp=2,tp=2,fuse=head"),
     ]),
 ])  # fmt: skip
 def test_mutations_of_the_matrix_are_caught(name, mesh, every):

@@ -6,6 +6,7 @@ Every change of layout of a plan is one that the annotation prices (`check_conve
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -21,7 +22,9 @@ from support.exactness import (
     train_under,
 )
 
+from autopar.annotate.annotator import Annotator
 from autopar.ir.mesh import MeshShape
+from autopar.trace.fusion.fused import fused
 
 MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(cp=2, tp=2))
 EXPERT_MESHES = (MeshShape(dp=4, ep=2), MeshShape(dp=2, ep=2, tp=2))
@@ -41,11 +44,16 @@ def test_training_moves_the_parameters(name):
     assert moved(reference(name)) >= 0.01
 
 
-def check(pool, name: str, mesh: MeshShape, seeds, changed=lambda plan: plan) -> None:
+def check(
+    pool, name: str, mesh: MeshShape, seeds, changed=lambda plan: plan, fuse: str = "off"
+) -> None:
     found = case(name)
-    plans = [
-        changed(random_plan(found.traced, found.annotator, setting(mesh), seed)) for seed in seeds
-    ]
+    traced, annotator = found.traced, found.annotator
+    if fuse != "off":
+        traced = fused(traced, fuse)
+        annotator = Annotator(traced)
+    plans = [changed(random_plan(traced, annotator, setting(mesh), seed)) for seed in seeds]
+    plans = [replace(plan, fusion=traced.fusion) for plan in plans]
     results = pool.run(
         train_under, name, [plan.to_json() for plan in plans], timeout_s=60 + 30 * len(plans)
     )
@@ -82,6 +90,13 @@ def test_random_plans_that_gather_again_are_exact(pool4, name, mesh):
 @pytest.mark.parametrize("mesh", slow_but(EXPERT_MESHES[1:], EXPERT_MESHES), ids=str)
 def test_random_plans_of_experts_are_exact(pool4, mesh):
     check(pool4, "moe-tiny", mesh, SEEDS)
+
+
+@pytest.mark.parametrize("mesh", slow_but(MESHES[3:], MESHES), ids=str)
+@pytest.mark.parametrize("name", slow_but(["gpt-tiny"], ["gpt-tiny", "llama-tiny"]))
+def test_random_plans_of_fused_models_are_exact(pool4, name, mesh):
+    """A head that is one op with its loss, over any axis and in any layout."""
+    check(pool4, name, mesh, range(300, 303), fuse="head")
 
 
 @pytest.mark.slow

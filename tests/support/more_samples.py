@@ -711,6 +711,32 @@ FUSED = {
         ),
         lambda b, i, j, k, m: call(autopar.cross_entropy.default, t(b, j), ids(j, b)),
     ],
+    "autopar::linear_cross_entropy": [
+        lambda b, i, j, k, m: call(
+            autopar.linear_cross_entropy.default,
+            t(b * i, k),
+            t(j, k),
+            T((b * i,), "labels", j),
+            chunk=3,
+            reduction="sum",
+        ),
+        lambda b, i, j, k, m: call(
+            autopar.linear_cross_entropy.default,
+            t(b, i, k),
+            t(j, k),
+            T((b, i), "labels", j),
+            T((j,), "positive", grad=False),
+            -100,
+            0.1,
+            0.02,
+            2.0,
+            2,
+            "none",
+        ),
+        lambda b, i, j, k, m: call(
+            autopar.linear_cross_entropy.default, t(b, k), t(j, k), ids(j, b)
+        ),
+    ],
     "autopar::rotary_single": [
         lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(b, j, 2 * k, grad=False)),
         lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(1, j, k, grad=False)),

@@ -185,11 +185,28 @@ def _statistics_loss(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     sharded, as (function, args, kwargs). Arguments that are None are left out.
     """
     call, axis = Call(op.node), op.special["vocab_parallel_statistics"]
-    schema = argument_names(op.node)
-    given = dict(zip(schema, args, strict=False)) | kwargs
+    found = _given(op.node, args, kwargs, 2)
     vocab = int(call.tensors[0].shape[-1])
-    found = {name: given[name] for name in schema[2:] if given.get(name) is not None}
     return vocabulary_parallel.vocab_parallel_statistics, (*args[:2], axis, vocab), found
+
+
+def _linear_loss(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """The call of `vocab_parallel_linear_loss` that replaces a head's product with its cross-entropy
+    whose classes are sharded, as (function, args, kwargs). Arguments that are None are left out.
+    """
+    call, axis = Call(op.node), op.special["vocab_parallel_linear_loss"]
+    found = _given(op.node, args, kwargs, 3)
+    vocab = int(call.tensors[1].shape[0])
+    return vocabulary_parallel.vocab_parallel_linear_loss, (*args[:3], axis, vocab), found
+
+
+def _given(node: Node, args: tuple, kwargs: dict, first: int) -> dict[str, Any]:
+    """The arguments of a call by name, from number `first` of its schema on, without those that are
+    None.
+    """
+    schema = argument_names(node)
+    given = dict(zip(schema, args, strict=False)) | kwargs
+    return {name: given[name] for name in schema[first:] if given.get(name) is not None}
 
 
 _CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
@@ -241,6 +258,7 @@ _SPECIAL = (
     ({"vocab_parallel_embedding"}, _embedding),
     ({"vocab_parallel_cross_entropy"}, _cross_entropy),
     ({"vocab_parallel_statistics"}, _statistics_loss),
+    ({"vocab_parallel_linear_loss"}, _linear_loss),
     ({"grouped_heads", *_CONTEXT}, _attention),
     ({"expert_parallel"}, _experts),
     ({"local_groups"}, _local_groups),

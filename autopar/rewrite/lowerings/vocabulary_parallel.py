@@ -10,6 +10,7 @@ from typing import Any
 
 import autopar_kernels.losses  # noqa: F401 (registers ops)
 import torch
+from autopar_kernels.linear_losses import CHUNK
 from torch import Tensor
 
 from autopar.ir.sharding import shard_extent
@@ -109,12 +110,10 @@ def vocab_parallel_statistics(
     group = axis_group(axis)
     start, length = shard_extent(vocab, group.size, group.index)
     smooth = label_smoothing > 0
-    source = logits.detach()
-    if not length:  # statistics of no class, as of one whose logit is -inf
-        source, smooth = source.new_full((*target.shape, 1), -torch.inf), False
-    own = _kernels.cross_entropy_local(source, target, weight, start, smooth, soft_cap)
-    if label_smoothing > 0 and not length:
-        own = torch.cat([own, own.new_zeros((1, own.shape[1]))])
+    if length:
+        own = _kernels.cross_entropy_local(logits.detach(), target, weight, start, smooth, soft_cap)
+    else:
+        own = _statistics_of_none(logits, target, start, smooth)
     merged = _kernels.cross_entropy_merge(_gathered(own, group))
     loss, _ = _kernels.cross_entropy_merged(
         logits,
@@ -129,6 +128,64 @@ def vocab_parallel_statistics(
         soft_cap=soft_cap,
     )
     return loss.sum() if reduction == "sum" else loss
+
+
+def vocab_parallel_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    axis: str,
+    vocab: int,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunk: int = CHUNK,
+    reduction: str = "sum",
+) -> Tensor:
+    """`autopar::linear_cross_entropy` with a head whose classes are sharded over `axis`, with the
+    options of that op. It needs one all-gather of three numbers per token (four with smoothing).
+    The logits of `chunk` tokens exist at a time.
+
+    hidden is (..., hidden); weight is (local vocab, hidden); target is (...) with whole class
+    indices; class_weight is (vocab,). The result is () for 'sum' or (...) for 'none', replicated.
+    The gradient of hidden is Partial over `axis`.
+    """
+    group = axis_group(axis)
+    start, length = shard_extent(vocab, group.size, group.index)
+    smooth = label_smoothing > 0
+    if length:
+        own = _kernels.linear_cross_entropy_local(
+            hidden.detach(), weight.detach(), target, class_weight, start, smooth, soft_cap, chunk
+        )
+    else:
+        own = _statistics_of_none(hidden, target, start, smooth)
+    merged = _kernels.cross_entropy_merge(_gathered(own, group))
+    loss, _ = _kernels.linear_cross_entropy_merged(
+        hidden,
+        weight,
+        target,
+        merged,
+        class_weight,
+        first=start,
+        classes=vocab,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        soft_cap=soft_cap,
+        chunk=chunk,
+    )
+    return loss.sum() if reduction == "sum" else loss
+
+
+def _statistics_of_none(like: Tensor, target: Tensor, start: int, smooth: bool) -> Tensor:
+    """The statistics of a shard without a class, as of one whose logit is -inf, with the device of
+    `like`: (3, tokens), (4, tokens) if `smooth`. `start` is beyond all classes.
+    """
+    source = like.new_full((*target.shape, 1), -torch.inf)
+    own: Tensor = _kernels.cross_entropy_local(source, target, None, start, False, None)
+    return torch.cat([own, own.new_zeros((1, own.shape[1]))]) if smooth else own
 
 
 def _gathered(x: Tensor, group: AxisGroup) -> Tensor:

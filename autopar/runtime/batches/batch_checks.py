@@ -32,6 +32,7 @@ _INDEXED = {
     "aten::index": ("self", "indices", None, True),
     "aten::cross_entropy_loss": ("self", "target", 1, False),
     "autopar::cross_entropy": ("logits", "target", 1, False),
+    "autopar::linear_cross_entropy": ("weight", "target", 0, False),
     "aten::nll_loss": ("self", "target", 1, False),
     "aten::nll_loss_nd": ("self", "target", 1, False),
 }

@@ -25,12 +25,12 @@ from autopar.trace.fusion.algebra import Algebra
 from autopar.trace.fusion.bias_activations import match_bias_activation
 from autopar.trace.fusion.gated import match_gated
 from autopar.trace.fusion.gated_norms import match_gated_norm, with_gate_first
+from autopar.trace.fusion.linear_losses import match_linear_loss
 from autopar.trace.fusion.losses import match_loss
 from autopar.trace.fusion.matches import (
     Match,
     Matcher,
     Miss,
-    View,
     used_outside,
     viewed,
     without_bias,
@@ -40,12 +40,14 @@ from autopar.trace.fusion.rotary import match_rotary
 from autopar.trace.fusion.softmaxes import match_softmax
 from autopar.trace.fusion.validate import wrong
 
+_ALL: tuple[Matcher, ...] = (
+    *(match_gated_norm, match_norm, match_gated, match_bias_activation),
+    *(match_rotary, match_softmax, match_loss),
+)
 _MATCHERS: dict[str, tuple[Matcher, ...]] = {
     "norms": (match_gated_norm, match_norm),
-    "all": (
-        *(match_gated_norm, match_norm, match_gated, match_bias_activation),
-        *(match_rotary, match_softmax, match_loss),
-    ),
+    "all": _ALL,
+    "head": (match_linear_loss, *_ALL),
 }
 """By mode; the first matcher that matches a node has it."""
 
@@ -59,7 +61,7 @@ def fused(traced: TracedModel, mode: str) -> TracedModel:
 
     Args:
         traced: the traced model.
-        mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
+        mode: one of `FUSE_MODES`.
 
     Raises:
         KeyError: the mode is unknown.
@@ -175,7 +177,7 @@ class _Rewriting:
         self._apart = {match.apart for match in matches}
         self._graph = Graph()
         self._copies: dict[Node, Node] = {}
-        self._views: dict[tuple[Node, View], Node] = {}
+        self._views: dict[tuple[Node, str], Node] = {}
         self._names: dict[Match, str] = {}
 
     def run(self) -> tuple[Graph, dict[Match, str]]:
@@ -211,7 +213,7 @@ class _Rewriting:
         """The node that the op of `match` reads as the operand called `name`: a view of the copy of
         `node`, inserted on the first call. Matches share equal views.
         """
-        key = node, match.views.get(name, ())
+        key = node, str(match.views.get(name, ()))  # sizes of the batch have no hash
         if key not in self._views:
             made: Node = viewed(match, name, self._copy(node), partial(call, self._graph, node))
             self._views[key] = made

@@ -12,12 +12,12 @@ from torch.fx import Node
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, at, dtype_of, is_floating
-from autopar.trace.fusion.matches import Match, Miss, View
+from autopar.trace.fusion.matches import VIEWS, Match, Miss, View
+from autopar.trace.fusion.validate import small_shape
 
 _LOSS = "autopar::cross_entropy"
 _REDUCTIONS = {0: "none", 2: "sum"}
 """torch's number -> the op's name; `trace/mean_losses.py` writes means as sums."""
-_VIEWS = {f"aten::{name}" for name in ("reshape", "slice", "squeeze", "unsqueeze")}
 
 
 def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
@@ -47,20 +47,25 @@ def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
         operands["weight"] = weight
     view: View = tuple((step.target, tuple(step.args[1:])) for step in moved[1:])
     op = torch.ops.autopar.cross_entropy.default
-    interior = (*moved, node)
-    rounded = dtype_of(node) if dtype_of(node).itemsize < 4 else None  # the op gives fp32
-    views = {"logits": view}
     return Match(
         op,
         operands,
         attributes,
         results=(node,),
-        interior=interior,
+        interior=(*moved, node),
         at=node,
-        views=views,
-        moved=moved,
-        rounded=rounded,
+        views={"logits": view},
+        passed=moved[1:],
+        shapes={"logits": small_shape(moved[-1])} if moved else {},
+        rounded=rounded_dtype(node),
     )
+
+
+def rounded_dtype(loss: Node) -> torch.dtype | None:
+    """The dtype to which the result of an op is rounded where it replaces `loss`: that of `loss` if
+    it is half precision. None otherwise, since the op gives fp32 or wider.
+    """
+    return dtype_of(loss) if dtype_of(loss).itemsize < 4 else None
 
 
 def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -69,7 +74,7 @@ def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:
     """
     moved: list[Node] = []
     node = logits
-    while op_name(node) in _VIEWS and len(node.users) == 1 and not node.kwargs:
+    while op_name(node) in VIEWS and len(node.users) == 1 and not node.kwargs:
         moved.append(node)
         node = at(node)
     source = at(node) if op_name(node) == "aten::to" and len(node.users) == 1 else None

@@ -17,6 +17,8 @@ from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Term
 
+VIEWS = frozenset(f"aten::{name}" for name in ("reshape", "slice", "squeeze", "unsqueeze"))
+"""The ops that cut or join dims, and change no value."""
 View = tuple[tuple[Any, tuple[Any, ...]], ...]
 """The ops that make a view, each with its arguments after the tensor; () is the tensor itself."""
 
@@ -33,7 +35,9 @@ class Match:
         interior: the nodes that the op replaces, `results` among them, in the order of the graph.
         at: the node by which the subgraph is recognised, such as the root of a norm.
         views: by operand, the view of its node that the op reads.
-        moved: a cast of the first operand and its views, which the op reads before the cast.
+        passed: the subgraph's views of inner values, where the op reads its operands in such views.
+        shapes: by operand, the small shape in which it is evaluated, as after its `VIEWS`. An
+            operand that is missing has the small shape that follows from its own.
         copies: other nodes that compute an operand, which the subgraph reads.
         rounded: the dtype to which the first result is cast, None for its own.
         apart: a product that adds the operand called bias, which the op adds in its place; or None.
@@ -46,7 +50,8 @@ class Match:
     interior: tuple[Node, ...]
     at: Node
     views: dict[str, View] = field(default_factory=dict)
-    moved: tuple[Node, ...] = ()
+    passed: tuple[Node, ...] = ()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     copies: dict[Node, Node] = field(default_factory=dict)
     rounded: Any = None
     apart: Node | None = None

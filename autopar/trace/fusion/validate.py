@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import op_name
 from autopar.trace.fusion.algebra import at
-from autopar.trace.fusion.matches import Match, viewed
+from autopar.trace.fusion.matches import VIEWS, Match, viewed
 
 _EXACT = 1e-12
 """Largest difference in fp64, relative to the largest element."""
@@ -59,9 +59,9 @@ def _operands(match: Match) -> Values:
     """
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
-    for number, node in enumerate(match.operands.values()):
+    for name, node in match.operands.items():
         val = node.meta["val"]
-        shape = _small_shape(node if number or not match.moved else match.moved[-1])
+        shape = match.shapes.get(name) or small_shape(node)
         if val.is_floating_point():
             found[node] = torch.randn(shape, generator=generator, dtype=torch.float64).to(val.dtype)
         else:
@@ -69,13 +69,13 @@ def _operands(match: Match) -> Values:
     return found
 
 
-def _small_shape(node: Node) -> list[int]:
+def small_shape(node: Node) -> tuple[int, ...]:
     """The small shape that a node's tensor has where a match is evaluated: dims by `small`, the
     last dim whole unless it is symbolic.
     """
     shape = node.meta["val"].shape
     last = [int(size) if isinstance(size, int) else small(size) for size in shape[-1:]]
-    return [small(size) for size in shape[:-1]] + last
+    return *(small(size) for size in shape[:-1]), *last
 
 
 def _small_pairs(node: Node) -> list[int] | None:
@@ -110,15 +110,22 @@ def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) ->
     rounded as the match says.
     """
     tensors = {
-        name: given[node]
-        if match.moved
-        else viewed(match, name, given[node], lambda op, *args: op(*args))
+        name: viewed(match, name, given[node], _shaped if name in match.shapes else _called)
         for name, node in match.operands.items()
     }
     found = match.op(**tensors, **match.attributes)
     if match.rounded is not None and wide is None:
         found = found.to(match.rounded)
     return (found,) if isinstance(found, Tensor) else found
+
+
+def _called(op: Any, *args: Any) -> Any:
+    return op(*args)
+
+
+def _shaped(op: Any, tensor: Tensor, *args: Any) -> Any:
+    """The result of an op on a tensor that has the shape after all views already."""
+    return tensor if op._schema.name in VIEWS else op(tensor, *args)
 
 
 def _subgraph(
@@ -133,11 +140,11 @@ def _subgraph(
         values[x] = given[x] + given[bias]
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node in match.moved[1:]:  # a view, which changes no value
+        if node in match.passed:  # a view, which changes no value
             values[node] = args[0]
             continue
         if op_name(node) in ("aten::reshape", "aten::expand"):
-            args = (args[0], _small_pairs(node) or _small_shape(node))
+            args = (args[0], _small_pairs(node) or small_shape(node))
         if wide is not None:
             args, kwargs = _cast_to(wide, args), _cast_to(wide, kwargs)
             if op_name(node) == "aten::rms_norm":  # whose default follows the dtype

@@ -41,6 +41,7 @@ CALLED = {
     | {"rotary_kernel", "gather_sum_kernel", "gather_dot_kernel"},
 }
 """The kernels that the program of each model launches."""
+HEAD = "gpt:ffn=24", {"tp": 2, "fuse": "head"}
 RING = "llama:kv_heads=2,ffn=24", {"cp": 2, "context_method": "ring"}
 SLOW = {"llama:kv_heads=2,ffn=24", "gpt:ffn=24"}
 """The ring has all kernels of the first, written-out attention all of the second."""
@@ -69,8 +70,12 @@ def sgd(parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.5)
 
 
-def step_of(rank: int, name: str, pins: dict) -> tuple[float, dict[str, Tensor], Counter[str]]:
-    """On one rank: the loss, the parameters after a step, and the launches of each kernel."""
+def step_of(
+    rank: int, name: str, pins: dict
+) -> tuple[float, dict[str, Tensor], Counter[str], bool]:
+    """On one rank: the loss, the parameters after a step, the launches of each kernel, and whether
+    the plan keeps no logits.
+    """
     model, batch = model_of(name)
     pins = {"dp": 1, "fuse": "all"} | pins
     engine = autopar.parallelize(
@@ -78,7 +83,8 @@ def step_of(rank: int, name: str, pins: dict) -> tuple[float, dict[str, Tensor],
     )
     LAUNCHES.clear()
     loss = float(engine.step(engine.local_batch(batch)))
-    return loss, engine.full_state_dict(), Counter(LAUNCHES)
+    chunked = engine.plan.fusion.keeps_no_logits
+    return loss, engine.full_state_dict(), Counter(LAUNCHES), chunked
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +101,8 @@ def pool() -> Iterator[WorkerPool]:
             for name, called in CALLED.items()
         ),
         (*RING, CALLED[RING[0]] | {"merge_kernel"}),
+        # the head's product, in chunks of tokens, calls the same kernels
+        (*HEAD, CALLED[HEAD[0]]),
     ],
 )
 def test_a_step_over_two_ranks(pool, name, pins, called):
@@ -108,7 +116,8 @@ def test_a_step_over_two_ranks(pool, name, pins, called):
     optimizer.step()
     ranks = pool.run(step_of, name, pins)
     before = model.state_dict()
-    for loss, after, launches in ranks:
+    for loss, after, launches, chunked in ranks:
+        assert chunked is (pins.get("fuse") == "head")
         assert loss == pytest.approx(expected.item(), rel=1e-4)
         assert set(launches) == called and min(launches.values()) > 0
         for key, wanted in exact.state_dict().items():
