@@ -82,12 +82,17 @@ class Case:
 
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     """The predicted step time, peak memory and breakdown of a run, with the constants `fitted` of
-    the cost models. If it does not fit the GPU, and its framework has options that save memory
-    (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises AutoparError if it cannot be
-    predicted, with the reason.
+    the cost models (`settle`). Raises AutoparError if it cannot be predicted, with the reason.
     """
-    case = case_of(run, fitted)
-    found = price(case)
+    return settle(case_of(run, fitted))
+
+
+def settle(case: Case) -> RunPrediction:
+    """The prediction of a case. If it does not fit the GPU, and its framework has options that save
+    memory (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises
+    AutoparError if it cannot be predicted, with the reason.
+    """
+    run, found = case.run, price(case)
     if found.peak_memory_bytes > (run.machine.memory_bytes or inf) and saves_where_tight(run):
         return price(replace(case, software=replace(case.software, **SAVING)))
     return offloaded(run, found) if offloads_where_tight(run) else found

@@ -11,12 +11,16 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import FITTED
+from autopar_cost_models.memory_error import SPREAD
 
+from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
 from autopar.predict.fit import FREE, Fit
 from autopar.predict.run import Run
 from autopar.predict.score import (
+    LARGE_GROUP,
     SELECTIONS,
+    MemoryScore,
     RankScore,
     Scored,
     Scores,
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 SURE = 0.9
 """Chance to fit below which a prediction is marked as near the limit of memory."""
+GOOD_ORDER, GOOD_REGRET = 0.85, 0.03
+"""Spearman's correlation and regret that a large group should reach: the report counts the groups."""
 WIDTH = 150
 """Width of the tables in columns if stdout is not a terminal."""
 
@@ -142,7 +148,7 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     if by is not None:
         parts.append(_memory_table(f"Memory by {by}", by, groups))
     if everything.memory.out_of_memory:
-        parts.append(_chances(everything))
+        parts += _chances(everything.memory)
     lines = _verdicts(everything)
     ignored = sorted({option for result in predictions.results for option in result.run.ignored})
     if ignored:
@@ -204,10 +210,18 @@ def layout_words(run: Run) -> str:
 
 def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
     rows = [
-        (name, str(t.count), _percent(t.mape), _signed(t.bias), _percent(t.within_10))
+        (
+            name,
+            str(t.count),
+            _percent(t.mape),
+            _percent(t.median),
+            _signed(t.bias),
+            _percent(t.within_10),
+        )
         for name, t in ((name, scores.time) for name, scores in sets.items())
     ]
-    return _grid(title, (what, "runs", "MAPE", "bias", "within 10 %"), rows, right=(1, 2, 3, 4))
+    columns = (what, "runs", "MAPE", "median", "bias", "within 10 %")
+    return _grid(title, columns, rows, right=range(1, 6))
 
 
 def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
@@ -216,8 +230,10 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
             name,
             str(m.count),
             _percent(m.mape),
+            _percent(m.median),
             _signed(m.bias),
             str(len(m.under)),
+            _share(len(m.far_under), m.count),
             f"{len(m.rejected)} of {m.judged}",
             f"{len(m.accepted)} of {m.out_of_memory}",
         )
@@ -227,12 +243,18 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         what,
         "measured",
         "MAPE",
+        "median",
         "bias",
         "over 10 % low",
+        "over 15 % low",
         "ran, but rejected",
         "failed, but accepted",
     )
-    return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
+    return _grid(title, columns, rows, right=range(1, 9))
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count} ({_percent(count / of)})" if of else "-"
 
 
 def _worst(scores: Scores) -> Grid:
@@ -244,6 +266,23 @@ def _ranking(scores: Scores) -> Grid:
     rank = scores.rank
     rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
     rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
+    if rank.large:
+        rows.append(
+            (f"of {len(rank.large)} groups of {LARGE_GROUP} runs and more:", "", "", "", "")
+        )
+        orders = [group.spearman for group in rank.large]
+        regrets = [group.regret for group in rank.large]
+        right = sum(group.pairs_right for group in rank.large)
+        pairs = f"{right} of {sum(group.pairs for group in rank.large)}"
+        means = (_number(mean(orders)), _percent(mean(regrets)), pairs)
+        rows.append(("  mean (pairs: all)", "", *means))
+        rows.append(("  the worst", "", _number(min(orders)), _percent(max(regrets)), ""))
+        good = [
+            sum(order >= GOOD_ORDER for order in orders),
+            sum(r <= GOOD_REGRET for r in regrets),
+        ]
+        title = f"  groups of at least {GOOD_ORDER}; of at most {GOOD_REGRET:.0%}"
+        rows.append((title, "", *map(str, good), ""))
     columns = (
         "layouts of one model on one cluster",
         "runs",
@@ -258,18 +297,29 @@ def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
     return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
-def _chances(scores: Scores) -> Grid:
-    rows = [
+def _chances(memory: MemoryScore) -> list[Grid]:
+    """The reliability table of the chances in use, and of those with each fitted spread."""
+    found = [_reliability(f"Chances to fit, spread {SPREAD}", memory.reliability)]
+    for fit in memory.spreads:
+        title = f"Chances to fit, spread {fit.spread:.3f} fitted on {fit.count} runs ({fit.name})"
+        table = _reliability(title, fit.reliability)
+        table.caption = f"area under the ROC curve: {_percent(fit.separation)}\n"
+        found.append(table)
+    return found
+
+
+def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
+    texts = [
         (
             f"{_percent(r.low)} to {_percent(r.high)}",
             str(r.count),
             _percent(r.chance),
             _percent(r.ran),
         )
-        for r in scores.memory.reliability
+        for r in rows
     ]
     columns = ("chance to fit", "layouts", "mean chance", "ran")
-    return _grid("Chances to fit", columns, rows, right=(1, 2, 3))
+    return _grid(title, columns, texts, right=(1, 2, 3))
 
 
 def _verdicts(scores: Scores) -> list[str]:
@@ -327,10 +377,15 @@ def _number(value: float) -> str:
 # -------------------------------------------------------------------------------------------------------------------------- fits
 
 
-def fit_json(found: Fit) -> str:
-    """The fit as JSON text: `constants`, `errors` by run, `mape` and `bias`; by group (`by`), the
-    errors with constants fitted without it.
+def fit_json(*fits: Fit) -> str:
+    """Fits as JSON text: `constants`, `errors` by run, `mape` and `bias`; by group (`by`), the
+    errors with constants fitted without it. Of several fits, a list of these.
     """
+    data = [_fit_data(found) for found in fits]
+    return _json_text(data[0] if len(data) == 1 else data)
+
+
+def _fit_data(found: Fit) -> dict[str, Any]:
     left_out = {
         group: {
             "mape": mape(errors.values()),
@@ -339,7 +394,7 @@ def fit_json(found: Fit) -> str:
         }
         for group, errors in found.left_out.items()
     }
-    data = {
+    return {
         "by": found.by,
         "constants": asdict(found.constants),
         "mape": found.mape,
@@ -348,7 +403,6 @@ def fit_json(found: Fit) -> str:
         "left_out_mape": found.left_out_mape,
         "left_out": left_out,
     }
-    return _json_text(data)
 
 
 def fit_table(found: Fit, families: Mapping[str, str]) -> Group:
@@ -397,6 +451,9 @@ def ablation_json(found: Ablation) -> str:
             "refitted_mape": each.mape(True),
             "changed": list(each.changed),
             "refused": list(each.refused),
+            "memory_mape": mape(each.memory_errors.values()),
+            "memory_changed": list(each.memory_changed),
+            "rejected": each.rejected,
             "errors": each.errors,
             "refitted_errors": each.refitted,
         }
@@ -407,6 +464,9 @@ def ablation_json(found: Ablation) -> str:
         "refitted_mape": mape(found.refitted.values()),
         "errors": found.errors,
         "refitted_errors": found.refitted,
+        "memory_mape": mape(found.memory_errors.values()),
+        "memory_errors": found.memory_errors,
+        "rejected": found.rejected,
         "without": without,
     }
     return _json_text(data)
@@ -455,7 +515,42 @@ def ablation_table(found: Ablation) -> Group:
         "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "
         "and keeps its prediction."
     )
-    return Group(table, Text(note))
+    return Group(table, Text(note), Text(""), _memory_ablation(found))
+
+
+def _memory_ablation(found: Ablation) -> Grid:
+    """A row for each mechanism that changes the memory of a run."""
+    whole = mape(found.memory_errors.values())
+    rows = [("all on", "", "", _percent(whole), "", "", "", str(found.rejected))]
+    for each in found.without:
+        if not each.memory_changed:
+            continue
+        measured = [run for run in each.memory_changed if run in found.memory_errors]
+        memory = mape(each.memory_errors.values())
+        rows.append(
+            (
+                each.mechanism.name,
+                each.mechanism.instead,
+                f"{len(each.memory_changed)}, {len(measured)} measured",
+                _percent(memory),
+                _points(memory - whole),
+                _percent(mape(found.memory_errors[run] for run in measured)),
+                _percent(mape(each.memory_errors[run] for run in measured)),
+                str(each.rejected),
+            )
+        )
+    columns = (
+        "without",
+        "instead",
+        "runs it changes",
+        "MAPE",
+        "change",
+        "of those runs with",
+        "and without",
+        "ran, but rejected",
+    )
+    title = f"Memory of {len(found.memory_errors)} runs without one mechanism"
+    return _grid(title, columns, rows, right=range(2, 8))
 
 
 def _points(change: float) -> str:

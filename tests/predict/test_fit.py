@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,6 +71,7 @@ def test_a_source_that_is_left_out_is_not_seen():
     assert all(e > 0.3 for e in found.left_out["a"].values())
     families = dict.fromkeys(found.errors, "gpt")
     assert "left_out_mape" in fit_json(found) and fit_table(found, families)
+    assert [part["by"] for part in json.loads(fit_json(found, found))] == ["source", "source"]
 
 
 def test_what_is_not_measured_or_not_predicted_is_left_aside():
