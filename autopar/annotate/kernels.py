@@ -26,6 +26,7 @@ from autopar_cost_models.matmul import (
 from autopar_cost_models.memory import RECIPES
 from autopar_cost_models.roofline import chain_time_s
 
+from autopar.annotate.expert_kernels import further_chains
 from autopar.ops.dims import Letters, OpDims
 from autopar.request.software import Software
 
@@ -275,6 +276,11 @@ class Kernels:
             tokens, choices, hidden, wide, width
         )
         forward_s += _ROUTING_KERNELS * device.launch_s
+        sizes = choices * hidden, choices * wide, choices * width
+        for chain in further_chains(self.software, self.itemsize, experts, *sizes):
+            forward_s += chain.forward.time_s(device)
+            backward_s += chain.backward.time_s(device)
+            forward, backward = forward + chain.forward.count, backward + chain.backward.count
         weight_s = 0.0
         for k, n in ((hidden, wide), (width, hidden)):
             forward_s += (
@@ -323,10 +329,18 @@ class Kernels:
             (activation_back, 2 * between + outer),
             ([2 * inner, 3 * inner, 3 * inner], 3 * inner),
         )
+        moves = compiled and not self.software.permutes_by_op
+        fused = (moves, compiled, moves)  # gathering rows, activation, putting rows back
         there, back = (
             (
-                sum(chain_time_s(*chain, self.device, compiled) for chain in chains),
-                len(chains) if compiled else sum(len(eager) for eager, _ in chains),
+                sum(
+                    chain_time_s(*chain, self.device, joined)
+                    for chain, joined in zip(chains, fused, strict=True)
+                ),
+                sum(
+                    1 if joined else len(chain[0])
+                    for chain, joined in zip(chains, fused, strict=True)
+                ),
             )
             for chains in (forward, backward)
         )

@@ -227,7 +227,8 @@ def _fit(
     paths: Sequence[str], pick: Callable[[Run], bool], leave_out: Sequence[str], as_json: bool
 ) -> None:
     from autopar.predict.fit import fit, sensitivities
-    from autopar.predict.report import WIDTH, fit_json, fit_table
+    from autopar.predict.fit_report import fit_json, fit_table
+    from autopar.predict.report import WIDTH
     from autopar.predict.score import GROUPINGS
 
     runs = _complete_runs(paths, pick)
@@ -245,7 +246,8 @@ def _fit(
 
 
 def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) -> None:
-    from autopar.predict.report import WIDTH, ablation_json, ablation_table
+    from autopar.predict.fit_report import ablation_json, ablation_table
+    from autopar.predict.report import WIDTH
 
     runs = [run for run in _complete_runs(paths, pick) if run.measured.step_time_s]
     if not runs:

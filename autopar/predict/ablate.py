@@ -26,9 +26,7 @@ from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import Scored, mape
 
 CHANGED = 0.001
-"""A mechanism counts as changing a run if it changes its step time or its memory by more than this
-fraction.
-"""
+"""A mechanism counts as changing a run if it changes the step time by more than this fraction."""
 INFINITE_BPS = 1e21
 GENERATIONS = ("ampere_efficiency", "hopper_efficiency", "blackwell_efficiency")
 
@@ -180,6 +178,12 @@ MECHANISMS = (
               settled=("deepspeed_pass_s",)),
     Mechanism("dropout", "none", run=_ran(dropout=0.0)),
     Mechanism("dispatch beside compute", "tokens travel while nothing is computed", case=_software(dispatch_overlap=False)),
+    Mechanism("sorting by expert", "tokens arrive in order", case=_software(sorts_by_expert=False)),
+    Mechanism("permutation by operations", "kernels join them", case=_software(permutes_by_op=False)),
+    Mechanism("experts one by one", "grouped products", case=_software(sequential_experts=False)),
+    Mechanism("biases of experts", "experts add no bias", case=_software(expert_bias=False)),
+    Mechanism("clamps of experts", "experts do not clamp", case=_software(clamps_experts=False)),
+    Mechanism("recomputed activations", "experts keep what they activate", case=_software(recomputes_activation=False)),
     Mechanism("gather again", "gathered inputs are kept", case=_software(gathers_again=False)),
     Mechanism("loss kernels", "torch's cross-entropy", case=_software(loss_kernel="plain")),
     Mechanism("state of frameworks", "that of the precision", case=_software(state_recipe=None)),
@@ -306,10 +310,7 @@ def _without(
     slopes = mechanism.slopes(table.slopes)
     errors, refitted = _errors(replace(table, errors=table.errors + gains, slopes=slopes))
     memory_errors, rejected = _memory(table.runs, found)
-    bytes_changed = [
-        abs(one.peak_memory_bytes - whole.peak_memory_bytes) > CHANGED * whole.peak_memory_bytes
-        for one, whole in pairs
-    ]
+    bytes_changed = [one.peak_memory_bytes != whole.peak_memory_bytes for one, whole in pairs]
     changed, fails, holds_other = (
         tuple(compress(names, of))
         for of in (np.abs(np.expm1(gains)) > CHANGED, refused, bytes_changed)

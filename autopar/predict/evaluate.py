@@ -24,6 +24,7 @@ from autopar.models.base import NativeSpec
 from autopar.planning.model_facts import as_planned
 from autopar.predict.frameworks import (
     SAVING,
+    bias_operations,
     buffer_bytes,
     job_of,
     offloaded,
@@ -226,6 +227,8 @@ def _software(run: Run, generation: str) -> Software:
         found |= {"matmul_dtype": "fp8", "fp8_scaling": SCALINGS[run.precision.recipe]}
     kernel = run.software.attention_kernel
     found["attention_kernel"] = kernel if (generation, kernel) in FLASH_RATES else None
+    if found.get("routing_operations"):
+        found["routing_operations"] += bias_operations(run)
     if buffers := buffer_bytes(run):
         found["workspace_bytes"] = buffers
     return Software(compiled=run.software.compile, **found)

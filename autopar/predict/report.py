@@ -5,17 +5,15 @@ here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from autopar_cost_models import FITTED
 from autopar_cost_models.memory_error import SPREAD
 
 from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
-from autopar.predict.fit import FREE, Fit
 from autopar.predict.run import Run
 from autopar.predict.score import (
     LARGE_GROUP,
@@ -25,7 +23,6 @@ from autopar.predict.score import (
     Scored,
     Scores,
     grouped,
-    mape,
     mean,
     score,
     select,
@@ -36,7 +33,6 @@ from autopar.text.tables import Grid, grid
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from autopar.predict.ablate import Ablation  # loads torch
 
 GIB = 2**30
 SURE = 0.9
@@ -75,10 +71,11 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
         "not_predicted": [asdict(problem) for problem in predictions.problems],
         "scores": scores,
     }
-    return _json_text(data)
+    return json_text(data)
 
 
-def _json_text(data: Any) -> str:
+def json_text(data: Any) -> str:
+    """JSON of plain data, with null where a number is not finite."""
     return json.dumps(_finite(data), indent=1, allow_nan=False)
 
 
@@ -133,7 +130,7 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
         complete = sum(problem.complete for problem in predictions.problems)
         title = f"Not predicted: {len(predictions.problems)}, of which {complete} complete"
         reasons = [(problem.id, problem.reason) for problem in predictions.problems]
-        parts.append(_grid(title, ("row", "reason"), reasons))
+        parts.append(text_grid(title, ("row", "reason"), reasons))
     everything = score(scored, predictions.out_of_memory)
     sets = {"all": everything} | {
         name: score(select(scored, name), select(predictions.out_of_memory, name))
@@ -179,7 +176,7 @@ def _rows(predictions: Predictions) -> Grid:
             )
         )
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
-    table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
+    table = text_grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption = (
         "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long\n"
     )
@@ -213,15 +210,15 @@ def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(t.count),
-            _percent(t.mape),
-            _percent(t.median),
+            percent(t.mape),
+            percent(t.median),
             _signed(t.bias),
-            _percent(t.within_10),
+            percent(t.within_10),
         )
         for name, t in ((name, scores.time) for name, scores in sets.items())
     ]
     columns = (what, "runs", "MAPE", "median", "bias", "within 10 %")
-    return _grid(title, columns, rows, right=range(1, 6))
+    return text_grid(title, columns, rows, right=range(1, 6))
 
 
 def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
@@ -229,8 +226,8 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(m.count),
-            _percent(m.mape),
-            _percent(m.median),
+            percent(m.mape),
+            percent(m.median),
             _signed(m.bias),
             str(len(m.under)),
             _share(len(m.far_under), m.count),
@@ -250,21 +247,23 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         "ran, but rejected",
         "failed, but accepted",
     )
-    return _grid(title, columns, rows, right=range(1, 9))
+    return text_grid(title, columns, rows, right=range(1, 9))
 
 
 def _share(count: int, of: int) -> str:
-    return f"{count} ({_percent(count / of)})" if of else "-"
+    return f"{count} ({percent(count / of)})" if of else "-"
 
 
 def _worst(scores: Scores) -> Grid:
     rows = [(name, _signed(error)) for name, error in scores.time.worst]
-    return _grid("Worst step times", ("run", "error"), rows, right=(1,))
+    return text_grid("Worst step times", ("run", "error"), rows, right=(1,))
 
 
 def _ranking(scores: Scores) -> Grid:
     rank = scores.rank
-    rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
+    rows: list[tuple[str, ...]] = [
+        (group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups
+    ]
     rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
     if rank.large:
         rows.append(
@@ -274,9 +273,9 @@ def _ranking(scores: Scores) -> Grid:
         regrets = [group.regret for group in rank.large]
         right = sum(group.pairs_right for group in rank.large)
         pairs = f"{right} of {sum(group.pairs for group in rank.large)}"
-        means = (_number(mean(orders)), _percent(mean(regrets)), pairs)
+        means = (_number(mean(orders)), percent(mean(regrets)), pairs)
         rows.append(("  mean (pairs: all)", "", *means))
-        rows.append(("  the worst", "", _number(min(orders)), _percent(max(regrets)), ""))
+        rows.append(("  the worst", "", _number(min(orders)), percent(max(regrets)), ""))
         good = [
             sum(order >= GOOD_ORDER for order in orders),
             sum(r <= GOOD_REGRET for r in regrets),
@@ -290,11 +289,11 @@ def _ranking(scores: Scores) -> Grid:
         "regret of the top",
         "pairs over 10 % apart in order",
     )
-    return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
+    return text_grid("Ranking", columns, rows, right=(1, 2, 3, 4))
 
 
 def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
-    return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
+    return _number(of.spearman), percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
 def _chances(memory: MemoryScore) -> list[Grid]:
@@ -303,7 +302,7 @@ def _chances(memory: MemoryScore) -> list[Grid]:
     for fit in memory.spreads:
         title = f"Chances to fit, spread {fit.spread:.3f} fitted on {fit.count} runs ({fit.name})"
         table = _reliability(title, fit.reliability)
-        table.caption = f"area under the ROC curve: {_percent(fit.separation)}\n"
+        table.caption = f"area under the ROC curve: {percent(fit.separation)}\n"
         found.append(table)
     return found
 
@@ -311,15 +310,15 @@ def _chances(memory: MemoryScore) -> list[Grid]:
 def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
     texts = [
         (
-            f"{_percent(r.low)} to {_percent(r.high)}",
+            f"{percent(r.low)} to {percent(r.high)}",
             str(r.count),
-            _percent(r.chance),
-            _percent(r.ran),
+            percent(r.chance),
+            percent(r.ran),
         )
         for r in rows
     ]
     columns = ("chance to fit", "layouts", "mean chance", "ran")
-    return _grid(title, columns, texts, right=(1, 2, 3))
+    return text_grid(title, columns, texts, right=(1, 2, 3))
 
 
 def _verdicts(scores: Scores) -> list[str]:
@@ -339,13 +338,13 @@ def _verdicts(scores: Scores) -> list[str]:
             + (f": {', '.join(memory.accepted)}" if memory.accepted else ".")
         )
         lines.append(
-            f"The chance to fit is higher for a layout that ran than for one that failed in {_percent(memory.separation)} of all pairs "
+            f"The chance to fit is higher for a layout that ran than for one that failed in {percent(memory.separation)} of all pairs "
             "(area under the ROC curve)."
         )
     return lines
 
 
-def _grid(
+def text_grid(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> Grid:
     """A table of plain text. Texts from the file are not interpreted as markup."""
@@ -362,7 +361,8 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value / GIB:.1f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share as `12.3 %`; `-` unless it is finite."""
     return f"{100 * share:.1f} %" if isfinite(share) else "-"
 
 
@@ -372,186 +372,3 @@ def _signed(share: float | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if isfinite(value) else "-"
-
-
-# -------------------------------------------------------------------------------------------------------------------------- fits
-
-
-def fit_json(*fits: Fit) -> str:
-    """Fits as JSON text: `constants`, `errors` by run, `mape` and `bias`; by group (`by`), the
-    errors with constants fitted without it. Of several fits, a list of these.
-    """
-    data = [_fit_data(found) for found in fits]
-    return _json_text(data[0] if len(data) == 1 else data)
-
-
-def _fit_data(found: Fit) -> dict[str, Any]:
-    left_out = {
-        group: {
-            "mape": mape(errors.values()),
-            "errors": errors,
-            "constants": asdict(found.constants_without[group]),
-        }
-        for group, errors in found.left_out.items()
-    }
-    return {
-        "by": found.by,
-        "constants": asdict(found.constants),
-        "mape": found.mape,
-        "bias": found.bias,
-        "errors": found.errors,
-        "left_out_mape": found.left_out_mape,
-        "left_out": left_out,
-    }
-
-
-def fit_table(found: Fit, families: Mapping[str, str]) -> Group:
-    """Tables of the constants, and of each group's errors with constants fitted with and without
-    it. `families` has the family of each run, by its id.
-    """
-    from rich.console import Group
-    from rich.table import Table
-
-    constants = Table(title="Constants", title_justify="left", box=None)
-    for column in ("constant", "in use", "fitted", f"range, without one {found.by}"):
-        constants.add_column(column, justify="left" if column == "constant" else "right")
-    for name in FREE:
-        without = [getattr(c, name) for c in found.constants_without.values()]
-        values = getattr(FITTED, name), getattr(found.constants, name)
-        constants.add_row(
-            name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}"
-        )
-    unseen = {run: e for errors in found.left_out.values() for run, e in errors.items()}
-    groups = {group: list(errors) for group, errors in found.left_out.items()}
-    for family in dict.fromkeys(families.values()):
-        groups[f"all: {family}"] = [run for run in unseen if families[run] == family]
-    groups["all"] = list(unseen)
-    rows = []
-    for name, runs in groups.items():
-        own, left = [found.errors[run] for run in runs], [unseen[run] for run in runs]
-        scores = (mape(own), mean(own), mape(left), mean(left))
-        rows.append((name, str(len(runs)), *(f"{100 * x:.1f} %" for x in scores)))
-    title = f"Step times, each {found.by} by constants fitted with it and without it"
-    columns = (found.by, "runs", "MAPE with", "bias with", "MAPE without", "bias without")
-    return Group(constants, "", _grid(title, columns, rows, right=range(1, 6)))
-
-
-# --------------------------------------------------------------------------------------------------------------------- mechanisms
-
-
-def ablation_json(found: Ablation) -> str:
-    """The ablation as JSON text: errors by run with all mechanisms on; for each mechanism, the
-    errors without it and the runs that it changes.
-    """
-    without = [
-        {
-            "mechanism": each.mechanism.name,
-            "instead": each.mechanism.instead,
-            "mape": each.mape(),
-            "refitted_mape": each.mape(True),
-            "changed": list(each.changed),
-            "refused": list(each.refused),
-            "memory_mape": mape(each.memory_errors.values()),
-            "memory_changed": list(each.memory_changed),
-            "rejected": each.rejected,
-            "errors": each.errors,
-            "refitted_errors": each.refitted,
-        }
-        for each in found.without
-    ]
-    data = {
-        "mape": mape(found.errors.values()),
-        "refitted_mape": mape(found.refitted.values()),
-        "errors": found.errors,
-        "refitted_errors": found.refitted,
-        "memory_mape": mape(found.memory_errors.values()),
-        "memory_errors": found.memory_errors,
-        "rejected": found.rejected,
-        "without": without,
-    }
-    return _json_text(data)
-
-
-def ablation_table(found: Ablation) -> Group:
-    """A table of the ablation, one row per mechanism: what replaces it, and how the errors
-    change.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    whole, refitted = mape(found.errors.values()), mape(found.refitted.values())
-    rows = [("all on", "", "", _percent(whole), "", "", "", _percent(refitted), "")]
-    for each in found.without:
-        own = mape(found.errors[run] for run in each.changed)
-        refused = f" ({len(each.refused)} refused)" if each.refused else ""
-        rows.append(
-            (
-                each.mechanism.name,
-                each.mechanism.instead,
-                f"{len(each.changed)}{refused}",
-                _percent(each.mape()),
-                _points(each.mape() - whole),
-                _percent(own),
-                _percent(each.mape(changed=True)),
-                _percent(each.mape(True)),
-                _points(each.mape(True) - refitted),
-            )
-        )
-    columns = (
-        "without",
-        "instead",
-        "runs it changes",
-        "MAPE",
-        "change",
-        "of those runs with",
-        "and without",
-        "MAPE refitted",
-        "change",
-    )
-    title = f"Step times of {len(found.errors)} runs without one mechanism"
-    table = _grid(title, columns, rows, right=range(2, 9))
-    note = (
-        "Changes are in points.  Refitted: constants fitted again on the same runs without the mechanism, an approximation: how errors "
-        "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "
-        "and keeps its prediction."
-    )
-    return Group(table, Text(note), Text(""), _memory_ablation(found))
-
-
-def _memory_ablation(found: Ablation) -> Grid:
-    """A row for each mechanism that changes the memory of a run."""
-    whole = mape(found.memory_errors.values())
-    rows = [("all on", "", "", _percent(whole), "", "", "", str(found.rejected))]
-    for each in found.without:
-        if not each.memory_changed:
-            continue
-        measured = [run for run in each.memory_changed if run in found.memory_errors]
-        memory = mape(each.memory_errors.values())
-        rows.append(
-            (
-                each.mechanism.name,
-                each.mechanism.instead,
-                f"{len(each.memory_changed)}, {len(measured)} measured",
-                _percent(memory),
-                _points(memory - whole),
-                _percent(mape(found.memory_errors[run] for run in measured)),
-                _percent(mape(each.memory_errors[run] for run in measured)),
-                str(each.rejected),
-            )
-        )
-    columns = (
-        "without",
-        "instead",
-        "runs it changes",
-        "MAPE",
-        "change",
-        "of those runs with",
-        "and without",
-        "ran, but rejected",
-    )
-    title = f"Memory of {len(found.memory_errors)} runs without one mechanism"
-    return _grid(title, columns, rows, right=range(2, 8))
-
-
-def _points(change: float) -> str:
-    return f"{100 * change:+.1f}" if isfinite(change) else "-"

@@ -234,9 +234,9 @@ def rank_group(group: Sequence[Scored]) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class TimeScore:
-    """Scores of step times, over `count` runs: `median` is that of absolute errors, `bias` the mean
-    signed error, `within_10` the fraction of errors of at most 10 %, `worst` the largest errors as
-    (id, error).
+    """Scores of step times, over `count` runs: `median` is that of absolute errors, and `bias` the
+    mean signed error. `within_10` is the fraction of errors of at most 10 %, `worst` the largest
+    errors as (id, error).
     """
 
     count: int

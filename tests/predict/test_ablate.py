@@ -17,7 +17,7 @@ from autopar.predict import ablate as module
 from autopar.predict.ablate import GENERATIONS, MECHANISMS, Mechanism, ablate
 from autopar.predict.evaluate import case_of, evaluate
 from autopar.predict.fit import FREE
-from autopar.predict.report import ablation_json, ablation_table
+from autopar.predict.fit_report import ablation_json, ablation_table
 from autopar.predict.runs import read_runs
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
@@ -51,6 +51,13 @@ MANY = ROUTED | {
     "framework": "megatron-bridge",
     "year": "2025",
     "extra_opts": "experts=256;topk=2;moe_ffn=24",
+}
+BIASED = ROUTED | {"id": "biased", "extra_opts": "experts=8;topk=2;moe_ffn=24;expert_bias"}
+GROK = MOE | {
+    "id": "grok",
+    "framework": "nemo",
+    "gpu": "H100-80G-SXM",
+    "notes": "capacity factor 1.0, grouped GEMM off",
 }
 NEMO_FP8 = LLAMA | {
     "id": "nemo-fp8",
@@ -122,6 +129,12 @@ TOUCHES = {  # the values that differ, of any of these runs
     "DeepSpeed's passes": {"software.deepspeed_passes"},
     "dropout": {"run.software.dropout"},
     "dispatch beside compute": {"software.dispatch_overlap"},
+    "sorting by expert": {"software.sorts_by_expert"},
+    "permutation by operations": {"software.permutes_by_op"},
+    "experts one by one": {"software.sequential_experts"},
+    "biases of experts": {"software.expert_bias"},
+    "clamps of experts": {"software.clamps_experts"},
+    "recomputed activations": {"software.recomputes_activation"},
     "gather again": {"software.gathers_again"},
     "loss kernels": {"software.loss_kernel"},
     "state of frameworks": {"software.state_recipe"},
@@ -153,6 +166,8 @@ def runs(tmp_path_factory):
             EXPERTS,
             ROUTED,
             MANY,
+            BIASED,
+            GROK,
             NEMO_FP8,
             NANOTRON,
         )

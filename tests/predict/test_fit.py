@@ -12,7 +12,7 @@ from autopar_cost_models import FITTED
 
 from autopar.errors import AutoparError
 from autopar.predict.fit import FREE, fit, sensitivities
-from autopar.predict.report import fit_json, fit_table
+from autopar.predict.fit_report import fit_json, fit_table
 
 PLACE = {name: place for place, name in enumerate(FREE)}
 
