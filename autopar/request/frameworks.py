@@ -317,8 +317,8 @@ _TIME: tuple[Rule, ...] = (
          "megatron-core's MoEAlltoAllTokenDispatcher sorts tokens by local expert, or transposes them if it drops and pads "
          "(moe/token_dispatcher.py, dispatch_postprocess, combine_preprocess)"),
     Rule("permutes_by_op", True, lambda job: job.experts > 0 and _on(job, "nemo") and not _on(job, "automodel"),
-         "moe_permute_fusion came with megatron-core 0.11 (March 2025) and is off by default "
-         "(moe/moe_utils.py, permute and unpermute)"),
+         "moe_permute_fusion came with megatron-core 0.11 (March 2025); NeMo's Mixtral leaves it off "
+         "(nemo/collections/llm/gpt/model/mixtral.py; moe/moe_utils.py, permute and unpermute)"),
     Rule("sequential_experts", True, lambda job: job.sequential_experts,
          "megatron-core's SequentialMLP, where moe_grouped_gemm is off, concatenates the results of its experts (moe/experts.py)"),
     Rule("expert_bias", True, lambda job: job.expert_bias and _megatron(job),
