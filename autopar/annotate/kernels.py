@@ -7,7 +7,7 @@ dtype in which gradients accumulate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
 
@@ -54,7 +54,8 @@ FREE = KernelTime(0.0, 0.0, 0.0, 0, 0)
 class Product:
     """`batch` matrix products (m, k) @ (k, n). `left_grad` and `right_grad`: which factors get
     gradients. `parameter`: index of the factor that is a parameter, or -1. `fp8`: whether the
-    product may run in fp8.
+    product may run in fp8. `joined`: columns of the product of which this one is a part, over its
+    own.
     """
 
     m: int
@@ -65,6 +66,7 @@ class Product:
     right_grad: bool = True
     parameter: int = -1
     fp8: bool = False
+    joined: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,16 @@ class Kernels:
 
     def product(self, p: Product) -> KernelTime:
         """Kernel time of a matrix product and of the products of its backward, in fp8 if the
-        product may and the software does so.
+        product may and the software does so. A part of a larger product takes its share of the time.
         """
+        if p.joined > 1:
+            whole = self.product(replace(p, n=round(p.n * p.joined), joined=1.0))
+            return replace(
+                whole,
+                forward_s=whole.forward_s / p.joined,
+                backward_s=whole.backward_s / p.joined,
+                weight_s=whole.weight_s / p.joined,
+            )
         if p not in self._known:
             self._known[p] = (
                 self._fp8_product(p)

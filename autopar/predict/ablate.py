@@ -158,6 +158,7 @@ MECHANISMS = (
     Mechanism("memory traffic", "memory is infinitely fast", case=_device(memory_bandwidth_Bps=INFINITE_BPS), settled=("hbm_efficiency",)),
     Mechanism("compiler fusion", "all run in eager mode", case=_software(compiled=False)),
     Mechanism("kernels by hand", "Megatron's too run op by op", case=_software(fused_kernels=False)),
+    Mechanism("joined products", "queries, keys, values, gate and up run apart", case=_software(joins_products=False)),
     Mechanism("composite norms", "norms have a kernel", case=_software(composite_norms=False)),
     Mechanism("optimizer op by op", "one kernel updates all", case=_software(fused_optimizer=True)),
     Mechanism("fused accumulation", "a kernel adds gradients of weights", case=_software(fused_accumulation=False)),

@@ -267,6 +267,9 @@ _MEMORY: tuple[Rule, ...] = (
 )  # fmt: skip
 _TIME: tuple[Rule, ...] = (
     Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation"),
+    Rule("joins_products", True, lambda job: _megatron(job) and not _on(job, "automodel"),
+         "Megatron's linear_qkv and linear_fc1 (core/transformer/attention.py and mlp.py)"),
+    Rule("joins_products", True, _nanotron, "nanotron's qkv_proj and gate_up_proj (src/nanotron/models/llama.py)"),
     Rule("fused_softmax", False, lambda job: not (_megatron(job) or _deepspeed(job)),
          "only Megatron-LM has fused scale-mask-softmax kernels"),
     Rule("composite_norms", True, lambda job: _on(job, "torchtitan") and not job.since(2026),

@@ -72,6 +72,7 @@ class Software:
         deepspeed_passes: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
         fused_kernels: norms, activations, rotary positions, masked softmax and the operations beside them are single kernels
             (Transformer Engine, Apex, Megatron).  They keep their input and statistics, not intermediate values.
+        joins_products: queries, keys and values are one product, and so are gate and up (`annotate/joined_products.py`).
         fused_softmax: False makes softmax a kernel of its own under `fused_kernels`.
         loss_kernel: a row of `LOSS_KERNELS`.
         gathers_again: with sequence parallelism a layer keeps its shard of the input and gathers it again in backward (Korthikanti
@@ -116,6 +117,7 @@ class Software:
     early_stop: bool = True
     deepspeed_passes: bool = False
     fused_kernels: bool = False
+    joins_products: bool = False
     fused_softmax: bool = True
     loss_kernel: str = "plain"
     gathers_again: bool = False

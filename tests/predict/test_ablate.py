@@ -109,6 +109,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "memory traffic": {"cluster.device.memory_bandwidth_Bps"},
     "compiler fusion": {"software.compiled"},
     "kernels by hand": {"software.fused_kernels"},
+    "joined products": {"software.joins_products"},
     "composite norms": {"software.composite_norms"},
     "optimizer op by op": {"software.fused_optimizer"},
     "fused accumulation": {"software.fused_accumulation"},

@@ -35,7 +35,12 @@ STATED = (
     "tp_overlap",
 )
 """Fields that a row may state, whose defaults test_runs.py has, and the time of the host."""
-MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
+MEGATRON = {
+    "fused_kernels": True,
+    "joins_products": True,
+    "gathers_again": True,
+    "loss_kernel": "in_place",
+}
 CASES = [
     ({"framework": "torchtitan", "zero_stage_or_fsdp": "fsdp2", "dtype": "bf16", "year": 2024},
      {"state_recipe": "fsdp", "composite_norms": True, "root_unit": True}),
@@ -58,9 +63,9 @@ CASES = [
      {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
       "scatters_messages": True}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "0", "dtype": "bf16", "year": 2025},
-     {"loss_kernel": "beside", "state_recipe": "copied_gradients"}),
+     {"loss_kernel": "beside", "state_recipe": "copied_gradients", "joins_products": True}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2025, "pp": 2},
-     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients"}),
+     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients", "joins_products": True}),
 ]  # fmt: skip
 
 
