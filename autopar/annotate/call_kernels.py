@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from torch.fx import Node
 
 from autopar.annotate.fusion import FusedShare
+from autopar.annotate.joined_products import joined_outputs
 from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
 from autopar.annotate.linear_losses import LinearLoss, linear_loss_time
 from autopar.annotate.local_class import LocalClass
@@ -150,7 +151,12 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
     shapes = [_operand_shape(local, call, i) for i in range(len(call.names))]
     parameters = [name in local.facts.weights for name in call.names]
     fp8 = call.node.name not in local.facts.heads or local.setting.software.fp8_head
-    return product_of(call.letters, shapes, list(call.grads), parameters, fp8)
+    found = product_of(call.letters, shapes, list(call.grads), parameters, fp8)
+    if found is None or not local.setting.software.joins_products:
+        return found
+    if found.parameter != 1 or found.batch != 1:
+        return found
+    return replace(found, joined=joined_outputs(call.node, local.facts.weights))
 
 
 def _convolution(local: LocalClass, call: PricedCall) -> Product | None:

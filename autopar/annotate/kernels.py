@@ -7,7 +7,7 @@ dtype in which gradients accumulate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
 
@@ -26,6 +26,7 @@ from autopar_cost_models.matmul import (
 from autopar_cost_models.memory import RECIPES
 from autopar_cost_models.roofline import chain_time_s
 
+from autopar.annotate.expert_kernels import further_chains
 from autopar.ops.dims import Letters, OpDims
 from autopar.request.software import Software
 
@@ -53,7 +54,8 @@ FREE = KernelTime(0.0, 0.0, 0.0, 0, 0)
 class Product:
     """`batch` matrix products (m, k) @ (k, n). `left_grad` and `right_grad`: which factors get
     gradients. `parameter`: index of the factor that is a parameter, or -1. `fp8`: whether the
-    product may run in fp8.
+    product may run in fp8. `joined`: columns of the product of which this one is a part, over its
+    own.
     """
 
     m: int
@@ -64,6 +66,7 @@ class Product:
     right_grad: bool = True
     parameter: int = -1
     fp8: bool = False
+    joined: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +170,16 @@ class Kernels:
 
     def product(self, p: Product) -> KernelTime:
         """Kernel time of a matrix product and of the products of its backward, in fp8 if the
-        product may and the software does so.
+        product may and the software does so. A part of a larger product takes its share of the time.
         """
+        if p.joined > 1:
+            whole = self.product(replace(p, n=round(p.n * p.joined), joined=1.0))
+            return replace(
+                whole,
+                forward_s=whole.forward_s / p.joined,
+                backward_s=whole.backward_s / p.joined,
+                weight_s=whole.weight_s / p.joined,
+            )
         if p not in self._known:
             self._known[p] = (
                 self._fp8_product(p)
@@ -275,6 +286,11 @@ class Kernels:
             tokens, choices, hidden, wide, width
         )
         forward_s += _ROUTING_KERNELS * device.launch_s
+        sizes = choices * hidden, choices * wide, choices * width
+        for chain in further_chains(self.software, self.itemsize, experts, *sizes):
+            forward_s += chain.forward.time_s(device)
+            backward_s += chain.backward.time_s(device)
+            forward, backward = forward + chain.forward.count, backward + chain.backward.count
         weight_s = 0.0
         for k, n in ((hidden, wide), (width, hidden)):
             forward_s += (
@@ -323,10 +339,18 @@ class Kernels:
             (activation_back, 2 * between + outer),
             ([2 * inner, 3 * inner, 3 * inner], 3 * inner),
         )
+        moves = compiled and not self.software.permutes_by_op
+        fused = (moves, compiled, moves)  # gathering rows, activation, putting rows back
         there, back = (
             (
-                sum(chain_time_s(*chain, self.device, compiled) for chain in chains),
-                len(chains) if compiled else sum(len(eager) for eager, _ in chains),
+                sum(
+                    chain_time_s(*chain, self.device, joined)
+                    for chain, joined in zip(chains, fused, strict=True)
+                ),
+                sum(
+                    1 if joined else len(chain[0])
+                    for chain, joined in zip(chains, fused, strict=True)
+                ),
             )
             for chains in (forward, backward)
         )

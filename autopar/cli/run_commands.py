@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -93,17 +93,26 @@ def verify(
 
 @click.command(cls=options.Command)
 @click.argument(
-    "runs", type=click.Path(dir_okay=False), metavar="RUNS.csv...", nargs=-1, required=True
+    "runs", type=click.Path(dir_okay=False), metavar="RUNS.csv...", nargs=-1, required=False
 )
 @click.option(
     "--by",
-    type=click.Choice(["source", "gpu", "dtype", "framework", "generation", "family", "model"]),
-    help="Print the scores of each source, GPU, dtype, framework, generation of GPUs, family or model too.",
+    type=click.Choice(
+        ["source", "gpu", "dtype", "framework", "generation", "family", "model", "tp"]
+    ),
+    help="Print the scores of each source, GPU, dtype, framework, generation of GPUs, family, model or degree of tp too.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME=VALUES",
+    help="Read only runs that meet the condition, such as framework=nanotron, gpus=8..16 or memory=10..70 (GiB); may be repeated.",
 )
 @click.option(
     "--leave-out",
     type=click.Choice(["source", "model"]),
-    help="Fit the constants on the files' runs, and without each source or model in turn.",
+    multiple=True,
+    help="Fit the constants on the files' runs, and without each source or model in turn; may be given for both.",
 )
 @click.option("--loso", is_flag=True, help="The same as --leave-out source.")
 @click.option(
@@ -111,35 +120,64 @@ def verify(
     is_flag=True,
     help="Predict the runs with each mechanism of the cost model switched off in turn.",
 )
+@click.option(
+    "--constants",
+    is_flag=True,
+    help="Print the constants that predictions of runs rest on, each with its source or fit; takes no file.",
+)
 @options.as_json
 def predict(
     runs: tuple[str, ...],
     by: str | None,
-    leave_out: str | None,
+    only: tuple[str, ...],
+    leave_out: tuple[str, ...],
     loso: bool,
     ablate: bool,
+    constants: bool,
     as_json: bool,
 ) -> None:
     """Predict the measured training runs of CSV files, and score the predictions.
     \u000c
     `runs` has the paths of the files. `by` (such as 'source' or 'gpu') adds scores of each group.
-    `leave_out` fits constants instead, also without each source or model in turn; `loso` does so by
-    source. `ablate` instead predicts with each mechanism of the cost model switched off.
-    `as_json`: prints JSON instead of tables.
+    `only` has conditions that runs must meet. `leave_out` fits constants instead, also without each
+    source or model in turn; `loso` does so by source. `ablate` instead predicts with each mechanism
+    of the cost model switched off. `constants` prints the constants. `as_json`: prints JSON instead
+    of tables.
 
-    Raises AutoparError if both are asked for, or if no run can be predicted.
+    Raises AutoparError if two reports are asked for, or if no run can be predicted.
     """
-    leave_out = leave_out or ("source" if loso else None)
-    if leave_out and ablate:
-        raise AutoparError(
-            f"--leave-out {leave_out} and --ablate are two reports: ask for one at a time"
-        )
-    if leave_out:
-        _fit(runs, leave_out, as_json)
-        return
-    if ablate:
-        _ablate(runs, as_json)
-        return
+    leave_out = tuple(dict.fromkeys((*leave_out, *(("source",) if loso else ()))))
+    asked = [f"--leave-out {by}" for by in leave_out[:1]]
+    asked += ["--ablate"] if ablate else []
+    asked += ["--constants"] if constants else []
+    if len(asked) > 1:
+        raise AutoparError(f"{asked[0]} and {asked[1]} are two reports: ask for one at a time")
+    if not runs and not constants:
+        raise click.UsageError("Missing argument 'RUNS.csv...'.")
+    from autopar.predict.subsets import pick_of
+
+    pick = pick_of(only)
+    if constants:
+        _constants(as_json)
+    elif leave_out:
+        _fit(runs, pick, leave_out, as_json)
+    elif ablate:
+        _ablate(runs, pick, as_json)
+    else:
+        _score(runs, pick, by, as_json)
+
+
+def _constants(as_json: bool) -> None:
+    from autopar.predict.constants import constants_json, constants_table
+    from autopar.predict.report import WIDTH
+
+    if as_json:
+        click.echo(constants_json())
+    else:
+        show(constants_table(), WIDTH)
+
+
+def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_json: bool) -> None:
     from autopar.predict.command import predict_files
     from autopar.predict.report import WIDTH, report_json, report_table
     from autopar.predict.run import RunPrediction
@@ -150,7 +188,7 @@ def predict(
         return evaluate(run)
 
     with progress("predicting") as tell:
-        predictions = predict_files(runs, priced, tell)
+        predictions = predict_files(runs, priced, tell, pick)
     if as_json:
         click.echo(report_json(predictions, by))
     else:
@@ -166,11 +204,16 @@ def _none_predicted(paths: Sequence[str], problems: Sequence[Problem]) -> str:
     return f"none of the {len(problems)} runs of {path} could be predicted; the first, {problems[0].id}: {problems[0].reason}"
 
 
-def _complete_runs(paths: Sequence[str]) -> list[Run]:
-    """The runs of CSV files that count in scores. Raises AutoparError if there is none."""
+def _complete_runs(paths: Sequence[str], pick: Callable[[Run], bool]) -> list[Run]:
+    """The runs of CSV files that count in scores and that `pick` picks. Raises AutoparError if there
+    is none.
+    """
     from autopar.predict.runs import read_files
 
-    runs, problems = read_files(paths)
+    every, problems = read_files(paths)
+    runs = [run for run in every if pick(run)]
+    if every and not runs:
+        raise AutoparError(f"none of the {len(every)} runs of {', '.join(paths)} meets --only")
     if not (found := [run for run in runs if run.complete]):
         raise AutoparError(
             _none_predicted(paths, problems)
@@ -180,26 +223,33 @@ def _complete_runs(paths: Sequence[str]) -> list[Run]:
     return found
 
 
-def _fit(paths: Sequence[str], by: str, as_json: bool) -> None:
+def _fit(
+    paths: Sequence[str], pick: Callable[[Run], bool], leave_out: Sequence[str], as_json: bool
+) -> None:
     from autopar.predict.fit import fit, sensitivities
-    from autopar.predict.report import WIDTH, fit_json, fit_table
+    from autopar.predict.fit_report import fit_json, fit_table
+    from autopar.predict.report import WIDTH
     from autopar.predict.score import GROUPINGS
 
-    runs = _complete_runs(paths)
+    runs = _complete_runs(paths, pick)
     with progress("predicting") as tell:
         from autopar.predict.evaluate import evaluate
 
-        found = fit(sensitivities(runs, evaluate, tell), by)
+        table = sensitivities(runs, evaluate, tell)
+    fits = [fit(table, by) for by in leave_out]
     if as_json:
-        click.echo(fit_json(found))
-    else:
-        show(fit_table(found, {run.id: GROUPINGS["family"](run) for run in runs}), WIDTH)
+        click.echo(fit_json(*fits))
+        return
+    families = {run.id: GROUPINGS["family"](run) for run in runs}
+    for found in fits:
+        show(fit_table(found, families), WIDTH)
 
 
-def _ablate(paths: Sequence[str], as_json: bool) -> None:
-    from autopar.predict.report import WIDTH, ablation_json, ablation_table
+def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) -> None:
+    from autopar.predict.fit_report import ablation_json, ablation_table
+    from autopar.predict.report import WIDTH
 
-    runs = [run for run in _complete_runs(paths) if run.measured.step_time_s]
+    runs = [run for run in _complete_runs(paths, pick) if run.measured.step_time_s]
     if not runs:
         raise AutoparError(
             f"no complete run of {', '.join(paths)} has a measured step time, without which nothing can be compared"

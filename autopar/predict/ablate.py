@@ -20,10 +20,10 @@ from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
 from autopar.garbage import seldom_collected
-from autopar.predict.evaluate import Case, case_of, evaluate, price
+from autopar.predict.evaluate import Case, case_of, evaluate, price, settle
 from autopar.predict.fit import FREE, NO_RUN, Sensitivities, sensitivities
 from autopar.predict.run import Run, RunPrediction
-from autopar.predict.score import mape
+from autopar.predict.score import Scored, mape
 
 CHANGED = 0.001
 """A mechanism counts as changing a run if it changes the step time by more than this fraction."""
@@ -46,6 +46,7 @@ class Mechanism:
         constants: changes the constants so that it is off.
         case: changes the case so that it is off.
         parts: parts of the step time that are left out without it.
+        as_printed: runs that do not fit are not predicted with options that save memory.
         settled: constants that a fit without it does not change.
         joined: constants that a fit without it changes by one common amount.
     """
@@ -56,6 +57,7 @@ class Mechanism:
     constants: Callable[[FittedConstants], FittedConstants] = _as_it_is
     case: Callable[[Case], Case] = _as_it_is
     parts: tuple[str, ...] = ()
+    as_printed: bool = False
     settled: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
 
@@ -63,13 +65,16 @@ class Mechanism:
         """The case of a run with the mechanism switched off."""
         return self.case(case_of(self.run(run), self.constants(FITTED)))
 
-    def step_time_s(self, run: Run, whole: RunPrediction) -> float:
-        """The step time in seconds without the mechanism. `whole` is the prediction with it, which
+    def predict(self, run: Run, whole: RunPrediction) -> RunPrediction:
+        """The prediction of a run without the mechanism. `whole` is the prediction with it, which
         is reused if switching it off changes no value.
         """
         without = self.off(run)
-        found = whole if without == case_of(run) else price(without)
-        return found.step_time_s - sum(found.breakdown.get(part, 0.0) for part in self.parts)
+        if self.as_printed:
+            return price(without)
+        found = whole if without == case_of(run) else settle(without)
+        left_out_s = sum(found.breakdown.get(part, 0.0) for part in self.parts)
+        return replace(found, step_time_s=found.step_time_s - left_out_s) if left_out_s else found
 
     def slopes(self, table: np.ndarray) -> np.ndarray:
         """The sensitivities of errors to constants, (runs, constants), without the mechanism.
@@ -153,6 +158,7 @@ MECHANISMS = (
     Mechanism("memory traffic", "memory is infinitely fast", case=_device(memory_bandwidth_Bps=INFINITE_BPS), settled=("hbm_efficiency",)),
     Mechanism("compiler fusion", "all run in eager mode", case=_software(compiled=False)),
     Mechanism("kernels by hand", "Megatron's too run op by op", case=_software(fused_kernels=False)),
+    Mechanism("joined products", "queries, keys, values, gate and up run apart", case=_software(joins_products=False)),
     Mechanism("composite norms", "norms have a kernel", case=_software(composite_norms=False)),
     Mechanism("optimizer op by op", "one kernel updates all", case=_software(fused_optimizer=True)),
     Mechanism("fused accumulation", "a kernel adds gradients of weights", case=_software(fused_accumulation=False)),
@@ -172,6 +178,25 @@ MECHANISMS = (
     Mechanism("DeepSpeed's passes", "as fast as Megatron's", case=_software(deepspeed_passes=False),
               settled=("deepspeed_pass_s",)),
     Mechanism("dropout", "none", run=_ran(dropout=0.0)),
+    Mechanism("dispatch beside compute", "tokens travel while nothing is computed", case=_software(dispatch_overlap=False)),
+    Mechanism("sorting by expert", "tokens arrive in order", case=_software(sorts_by_expert=False)),
+    Mechanism("permutation by operations", "kernels join them", case=_software(permutes_by_op=False)),
+    Mechanism("experts one by one", "grouped products", case=_software(sequential_experts=False)),
+    Mechanism("biases of experts", "experts add no bias", case=_software(expert_bias=False)),
+    Mechanism("clamps of experts", "experts do not clamp", case=_software(clamps_experts=False)),
+    Mechanism("recomputed activations", "experts keep what they activate", case=_software(recomputes_activation=False)),
+    Mechanism("gather again", "gathered inputs are kept", case=_software(gathers_again=False)),
+    Mechanism("loss kernels", "torch's cross-entropy", case=_software(loss_kernel="plain")),
+    Mechanism("state of frameworks", "that of the precision", case=_software(state_recipe=None)),
+    Mechanism("inputs kept in fp8", "as they came", case=_software(keeps_fp8=False)),
+    Mechanism("fp8 copies of weights", "none", case=_software(fp8_weight_copies=False)),
+    Mechanism("freed stage outputs", "they are kept until backward", case=_software(keeps_stage_outputs=True)),
+    Mechanism("framework buffers", "none", case=_software(workspace_bytes=0)),
+    Mechanism("root unit", "segments free what they gather", case=_software(root_unit=False)),
+    Mechanism("live parameters", "segments free what they gather", case=_software(live_parameters=0)),
+    Mechanism("fragmentation", "the allocator loses nothing", constants=_constants(fragmentation=0.0)),
+    Mechanism("CUDA context", "none", constants=_constants(reserved_bytes=0.0)),
+    Mechanism("options that save memory", "layouts run as they are printed", as_printed=True),
 )  # fmt: skip
 
 
@@ -181,7 +206,9 @@ class Without:
 
     `errors` are relative errors of step time, by run. `refitted` are the errors after fitting the
     constants again. `changed` are the ids of runs whose step time it changes. `refused` are those
-    of runs that cannot be predicted without it; they keep their prediction.
+    of runs that cannot be predicted without it; they keep their prediction. `memory_errors` are
+    those of memory, of runs whose memory was measured; `memory_changed` are runs whose memory it
+    changes. `rejected` counts runs whose chance to fit is too low (`Scored.rejected`).
     """
 
     mechanism: Mechanism
@@ -189,6 +216,9 @@ class Without:
     refitted: dict[str, float]
     changed: tuple[str, ...]
     refused: tuple[str, ...]
+    memory_errors: dict[str, float]
+    memory_changed: tuple[str, ...]
+    rejected: int
 
     def mape(self, refitted: bool = False, changed: bool = False) -> float:
         """The mean absolute relative error over all runs, or if `changed` over the runs that the
@@ -200,12 +230,14 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """The result of an ablation. `errors` and `refitted` are those with all mechanisms on;
-    `refitted` uses constants fitted on the same runs.
+    """The result of an ablation. `errors`, `refitted`, `memory_errors` and `rejected` are those with
+    all mechanisms on; `refitted` uses constants fitted on the same runs.
     """
 
     errors: dict[str, float]
     refitted: dict[str, float]
+    memory_errors: dict[str, float]
+    rejected: int
     without: tuple[Without, ...]
 
 
@@ -220,44 +252,73 @@ def ablate(
     processed one by one, so that a model is traced once.
     """
     tables: list[Sensitivities] = []
-    # log(time without / time with), by run and mechanism; NaN where refused
-    gains: list[list[float]] = []
+    # by run: the prediction with all mechanisms on, and without each; None where refused
+    wholes: list[RunPrediction] = []
+    others: list[list[RunPrediction | None]] = []
     for run in runs:
         try:
             table, whole = sensitivities((run,), evaluate, tell), evaluate(run)
         except AutoparError:
             continue
         tables.append(table)
+        wholes.append(whole)
         tell(f"pricing {run.id} without each of {len(mechanisms)} mechanisms")
-        gains.append([_gain(mechanism, run, whole) for mechanism in mechanisms])
+        others.append([_without_it(mechanism, run, whole) for mechanism in mechanisms])
     if not tables:
         raise AutoparError(f"{NO_RUN}: there is nothing to compare")
-    whole_table = Sensitivities(
+    table = Sensitivities(
         tuple(run for table in tables for run in table.runs),
         np.concatenate([table.errors for table in tables]),
         np.concatenate([table.slopes for table in tables]),
     )
-    errors, refitted = _errors(whole_table)
-    columns = np.array(gains).reshape(len(gains), len(mechanisms)).T
-    pairs = zip(mechanisms, columns, strict=True)
-    return Ablation(errors, refitted, tuple(_without(*pair, whole_table) for pair in pairs))
+    errors, refitted = _errors(table)
+    memory_errors, rejected = _memory(table.runs, wholes)
+    columns = zip(mechanisms, zip(*others, strict=True), strict=True)
+    without = tuple(_without(mechanism, column, wholes, table) for mechanism, column in columns)
+    return Ablation(errors, refitted, memory_errors, rejected, without)
 
 
-def _gain(mechanism: Mechanism, run: Run, whole: RunPrediction) -> float:
+def _without_it(mechanism: Mechanism, run: Run, whole: RunPrediction) -> RunPrediction | None:
     try:
-        return log(mechanism.step_time_s(run, whole) / whole.step_time_s)
+        return mechanism.predict(run, whole)
     except AutoparError:
-        return float("nan")
+        return None
 
 
-def _without(mechanism: Mechanism, gains: np.ndarray, whole: Sensitivities) -> Without:
-    names = [run.id for run in whole.runs]
-    refused, gains = np.isnan(gains), np.nan_to_num(gains)
-    slopes = mechanism.slopes(whole.slopes)
-    errors, refitted = _errors(replace(whole, errors=whole.errors + gains, slopes=slopes))
-    changed = np.abs(np.expm1(gains)) > CHANGED
-    picked = (tuple(compress(names, of)) for of in (changed, refused))
-    return Without(mechanism, errors, refitted, *picked)
+def _memory(
+    runs: Sequence[Run], predictions: Sequence[RunPrediction]
+) -> tuple[dict[str, float], int]:
+    """(errors of memory by run, of runs whose memory was measured; how many runs are rejected)."""
+    results = [Scored(run, found) for run, found in zip(runs, predictions, strict=True)]
+    errors = {r.run.id: error for r in results if (error := r.memory_error) is not None}
+    return errors, sum(bool(r.rejected) for r in results)
+
+
+def _without(
+    mechanism: Mechanism,
+    column: Sequence[RunPrediction | None],
+    wholes: Sequence[RunPrediction],
+    table: Sensitivities,
+) -> Without:
+    """The errors without a mechanism. `column` has the predictions without it by run, None where
+    refused, and `wholes` those with it.
+    """
+    names = [run.id for run in table.runs]
+    refused = [found is None for found in column]
+    found = [whole if one is None else one for one, whole in zip(column, wholes, strict=True)]
+    pairs = list(zip(found, wholes, strict=True))
+    gains = np.array([log(one.step_time_s / whole.step_time_s) for one, whole in pairs])
+    slopes = mechanism.slopes(table.slopes)
+    errors, refitted = _errors(replace(table, errors=table.errors + gains, slopes=slopes))
+    memory_errors, rejected = _memory(table.runs, found)
+    bytes_changed = [one.peak_memory_bytes != whole.peak_memory_bytes for one, whole in pairs]
+    changed, fails, holds_other = (
+        tuple(compress(names, of))
+        for of in (np.abs(np.expm1(gains)) > CHANGED, refused, bytes_changed)
+    )
+    return Without(
+        mechanism, errors, refitted, changed, fails, memory_errors, holds_other, rejected
+    )
 
 
 def _errors(table: Sensitivities) -> tuple[dict[str, float], dict[str, float]]:

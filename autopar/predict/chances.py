@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
+from math import log, nan, sqrt
 
 from autopar_cost_models import memory_error
 
@@ -18,13 +18,15 @@ BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
 """Ends of the intervals of chances in a reliability table."""
 
 
-def fit_chance(run: Run, prediction: RunPrediction) -> float | None:
-    """The chance that the run fits its GPU (`memory_error.fit_chance`). None if the memory of the
-    GPU is unknown.
+def fit_chance(
+    run: Run, prediction: RunPrediction, spread: float = memory_error.SPREAD
+) -> float | None:
+    """The chance that the run fits its GPU (`memory_error.fit_chance`) with this spread of memory.
+    None if the memory of the GPU is unknown.
     """
     if run.machine.memory_bytes is None:
         return None
-    return memory_error.fit_chance(prediction.peak_memory_bytes, run.machine.memory_bytes)
+    return memory_error.fit_chance(prediction.peak_memory_bytes, run.machine.memory_bytes, spread)
 
 
 def separation(ran: Sequence[float], failed: Sequence[float]) -> float:
@@ -59,3 +61,42 @@ def reliability(chances: Iterable[tuple[float, bool]]) -> tuple[Reliability, ...
             mean = sum(chance for chance, _ in inside) / count
             found.append(Reliability(low, high, count, mean, sum(ran for _, ran in inside) / count))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Chances to fit with a spread of memory that is fitted on `count` measured runs. `name` says on
+    which; `separation` and `reliability` are of all layouts.
+    """
+
+    name: str
+    count: int
+    spread: float
+    separation: float
+    reliability: tuple[Reliability, ...]
+
+
+def fitted_spread(errors: Iterable[float]) -> float:
+    """The root mean square of log(measured / predicted), of relative errors of memory. Raises
+    ValueError for no errors.
+    """
+    logs = [log(1 + error) for error in errors]
+    if not logs:
+        raise ValueError("no error of memory: there is nothing to fit a spread on")
+    return sqrt(sum(x * x for x in logs) / len(logs))
+
+
+def spread_of(
+    name: str, errors: Sequence[float], layouts: Iterable[tuple[Run, RunPrediction, bool]]
+) -> Spread:
+    """How true chances are, on `layouts` as (run, prediction, whether it ran), with the spread that
+    relative errors of memory have.
+    """
+    spread = fitted_spread(errors)
+    judged = [
+        (chance, ran)
+        for run, prediction, ran in layouts
+        if (chance := fit_chance(run, prediction, spread)) is not None
+    ]
+    parted = [[chance for chance, ran in judged if ran == kind] for kind in (True, False)]
+    return Spread(name, len(errors), spread, separation(*parted), reliability(judged))

@@ -38,13 +38,17 @@ def predict_file(
 
 
 def predict_files(
-    paths: Sequence[str | Path], evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
+    paths: Sequence[str | Path],
+    evaluate: Evaluate,
+    tell: Callable[[str], None] = lambda text: None,
+    pick: Callable[[Run], bool] = lambda run: True,
 ) -> Predictions:
     """The predictions of the runs in CSV files by `evaluate`. Raises AutoparError if a file cannot
     be read. A row that cannot be read, or a run that cannot be predicted, becomes a problem. `tell`
-    is called with a line of text for each run.
+    is called with a line of text for each run. Runs that `pick` refuses are left out.
     """
-    runs, problems = read_files(paths)
+    every, problems = read_files(paths)
+    runs = tuple(run for run in every if pick(run))
     results, failed = predict_runs(runs, evaluate, tell)
     failing = out_of_memory_layouts(tuple(run for run in runs if run.complete))
     layouts, unpredicted = predict_runs(failing, evaluate, tell)

@@ -108,6 +108,11 @@ def _head_dim(row: Stated) -> int:
     return row["hidden"] // row["heads"]
 
 
+def _expert_bias(row: Stated) -> bool:
+    alternates = row.get("window_every") == 2 and row["window"] > 0
+    return bool(row["family"] == "moe" and row["head_dim"] == 64 and alternates)
+
+
 def _tied(row: Stated) -> bool:
     """Whether embeddings are tied. In nanotron, the width of the MLP decides. Otherwise it is the
     family's habit, unless that misses the published number of parameters by over 2 % and the other
@@ -211,6 +216,9 @@ DEFAULTS: tuple[Default, ...] = (
     Default("moe_ffn", "moe: ffn; others: none", "Mixtral has one width",
             lambda row: row["ffn"] if row["family"] == "moe" else 0,
             matters=lambda row: row["family"] == "moe"),
+    Default("expert_bias", "on for moe with heads of 64 and windows in every second layer",
+            "GPT-OSS (arXiv:2508.10925) has both, and biases in all products",
+            _expert_bias, matters=lambda row: row["family"] == "moe"),
     Default("tied_embeddings",
             f"nanotron: tied if ffn < {NANOTRON_TIES_BELOW}; gpt: tied; others: not; the other if params_b is missed by over "
             f"{TIED_TOLERANCE:.0%} and it is nearer",

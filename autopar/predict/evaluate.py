@@ -24,6 +24,7 @@ from autopar.models.base import NativeSpec
 from autopar.planning.model_facts import as_planned
 from autopar.predict.frameworks import (
     SAVING,
+    bias_operations,
     buffer_bytes,
     job_of,
     offloaded,
@@ -82,12 +83,17 @@ class Case:
 
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     """The predicted step time, peak memory and breakdown of a run, with the constants `fitted` of
-    the cost models. If it does not fit the GPU, and its framework has options that save memory
-    (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises AutoparError if it cannot be
-    predicted, with the reason.
+    the cost models (`settle`). Raises AutoparError if it cannot be predicted, with the reason.
     """
-    case = case_of(run, fitted)
-    found = price(case)
+    return settle(case_of(run, fitted))
+
+
+def settle(case: Case) -> RunPrediction:
+    """The prediction of a case. If it does not fit the GPU, and its framework has options that save
+    memory (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises
+    AutoparError if it cannot be predicted, with the reason.
+    """
+    run, found = case.run, price(case)
     if found.peak_memory_bytes > (run.machine.memory_bytes or inf) and saves_where_tight(run):
         return price(replace(case, software=replace(case.software, **SAVING)))
     return offloaded(run, found) if offloads_where_tight(run) else found
@@ -221,6 +227,8 @@ def _software(run: Run, generation: str) -> Software:
         found |= {"matmul_dtype": "fp8", "fp8_scaling": SCALINGS[run.precision.recipe]}
     kernel = run.software.attention_kernel
     found["attention_kernel"] = kernel if (generation, kernel) in FLASH_RATES else None
+    if found.get("routing_operations"):
+        found["routing_operations"] += bias_operations(run)
     if buffers := buffer_bytes(run):
         found["workspace_bytes"] = buffers
     return Software(compiled=run.software.compile, **found)

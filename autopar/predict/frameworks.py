@@ -47,6 +47,8 @@ def job_of(run: Run) -> FrameworkJob:
         experts=run.dims.experts,
         drops_tokens=software.drops_tokens,
         dispatches_once=software.deepep,
+        sequential_experts=software.sequential_experts,
+        expert_bias=run.dims.expert_bias,
     )
 
 
@@ -79,6 +81,14 @@ def buffer_bytes(run: Run) -> int:
     if not is_nanotron(run.software.framework) or run.degrees.tp == 1:
         return 0
     return 2 * 2 * run.degrees.micro_batch * run.dims.seq * run.dims.hidden
+
+
+def bias_operations(run: Run) -> int:
+    """Operations of the host for the biases of a rank's experts, in forward and backward: a product,
+    a sum and four operations of their gradients for each (megatron-core's TEGroupedMLP._apply_bias).
+    """
+    local = run.dims.experts // run.degrees.ep if run.dims.expert_bias else 0
+    return 6 * local
 
 
 def offloads_where_tight(run: Run) -> bool:

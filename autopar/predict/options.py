@@ -57,6 +57,8 @@ _FLAGS: dict[str, Stated] = {
     "fsdp2_prefetch": {"dp_overlap": True},
     "deepep": {"deepep": True},
     "token_drop": {"drops_tokens": True},
+    "expert_bias": {"expert_bias": True},
+    "sequential_experts": {"sequential_experts": True},
 }
 _NUMBERS = {
     "experts": "experts",
@@ -231,6 +233,7 @@ _NOTES: tuple[tuple[str, Stated], ...] = (
     (r"transformer ?engine fp8", {"recipe": "delayed"}),
     (r"fp32 grad(?:ient)? accumulation", {"grads": "fp32"}),
     (r"token[- ]drop|capacity factor", {"drops_tokens": True}),
+    (r"grouped GEMM off", {"sequential_experts": True}),
 )
 
 

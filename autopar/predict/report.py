@@ -5,23 +5,24 @@ here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from autopar_cost_models import FITTED
+from autopar_cost_models.memory_error import SPREAD
 
+from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
-from autopar.predict.fit import FREE, Fit
 from autopar.predict.run import Run
 from autopar.predict.score import (
+    LARGE_GROUP,
     SELECTIONS,
+    MemoryScore,
     RankScore,
     Scored,
     Scores,
     grouped,
-    mape,
     mean,
     score,
     select,
@@ -32,11 +33,12 @@ from autopar.text.tables import Grid, grid
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from autopar.predict.ablate import Ablation  # loads torch
 
 GIB = 2**30
 SURE = 0.9
 """Chance to fit below which a prediction is marked as near the limit of memory."""
+GOOD_ORDER, GOOD_REGRET = 0.85, 0.03
+"""Spearman's correlation and regret that a large group should reach: the report counts the groups."""
 WIDTH = 150
 """Width of the tables in columns if stdout is not a terminal."""
 
@@ -69,10 +71,11 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
         "not_predicted": [asdict(problem) for problem in predictions.problems],
         "scores": scores,
     }
-    return _json_text(data)
+    return json_text(data)
 
 
-def _json_text(data: Any) -> str:
+def json_text(data: Any) -> str:
+    """JSON of plain data, with null where a number is not finite."""
     return json.dumps(_finite(data), indent=1, allow_nan=False)
 
 
@@ -127,7 +130,7 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
         complete = sum(problem.complete for problem in predictions.problems)
         title = f"Not predicted: {len(predictions.problems)}, of which {complete} complete"
         reasons = [(problem.id, problem.reason) for problem in predictions.problems]
-        parts.append(_grid(title, ("row", "reason"), reasons))
+        parts.append(text_grid(title, ("row", "reason"), reasons))
     everything = score(scored, predictions.out_of_memory)
     sets = {"all": everything} | {
         name: score(select(scored, name), select(predictions.out_of_memory, name))
@@ -142,7 +145,7 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     if by is not None:
         parts.append(_memory_table(f"Memory by {by}", by, groups))
     if everything.memory.out_of_memory:
-        parts.append(_chances(everything))
+        parts += _chances(everything.memory)
     lines = _verdicts(everything)
     ignored = sorted({option for result in predictions.results for option in result.run.ignored})
     if ignored:
@@ -173,7 +176,7 @@ def _rows(predictions: Predictions) -> Grid:
             )
         )
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
-    table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
+    table = text_grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption = (
         "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long\n"
     )
@@ -204,10 +207,18 @@ def layout_words(run: Run) -> str:
 
 def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
     rows = [
-        (name, str(t.count), _percent(t.mape), _signed(t.bias), _percent(t.within_10))
+        (
+            name,
+            str(t.count),
+            percent(t.mape),
+            percent(t.median),
+            _signed(t.bias),
+            percent(t.within_10),
+        )
         for name, t in ((name, scores.time) for name, scores in sets.items())
     ]
-    return _grid(title, (what, "runs", "MAPE", "bias", "within 10 %"), rows, right=(1, 2, 3, 4))
+    columns = (what, "runs", "MAPE", "median", "bias", "within 10 %")
+    return text_grid(title, columns, rows, right=range(1, 6))
 
 
 def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
@@ -215,9 +226,11 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(m.count),
-            _percent(m.mape),
+            percent(m.mape),
+            percent(m.median),
             _signed(m.bias),
             str(len(m.under)),
+            _share(len(m.far_under), m.count),
             f"{len(m.rejected)} of {m.judged}",
             f"{len(m.accepted)} of {m.out_of_memory}",
         )
@@ -227,23 +240,48 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         what,
         "measured",
         "MAPE",
+        "median",
         "bias",
         "over 10 % low",
+        "over 15 % low",
         "ran, but rejected",
         "failed, but accepted",
     )
-    return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
+    return text_grid(title, columns, rows, right=range(1, 9))
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count} ({percent(count / of)})" if of else "-"
 
 
 def _worst(scores: Scores) -> Grid:
     rows = [(name, _signed(error)) for name, error in scores.time.worst]
-    return _grid("Worst step times", ("run", "error"), rows, right=(1,))
+    return text_grid("Worst step times", ("run", "error"), rows, right=(1,))
 
 
 def _ranking(scores: Scores) -> Grid:
     rank = scores.rank
-    rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
+    rows: list[tuple[str, ...]] = [
+        (group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups
+    ]
     rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
+    if rank.large:
+        rows.append(
+            (f"of {len(rank.large)} groups of {LARGE_GROUP} runs and more:", "", "", "", "")
+        )
+        orders = [group.spearman for group in rank.large]
+        regrets = [group.regret for group in rank.large]
+        right = sum(group.pairs_right for group in rank.large)
+        pairs = f"{right} of {sum(group.pairs for group in rank.large)}"
+        means = (_number(mean(orders)), percent(mean(regrets)), pairs)
+        rows.append(("  mean (pairs: all)", "", *means))
+        rows.append(("  the worst", "", _number(min(orders)), percent(max(regrets)), ""))
+        good = [
+            sum(order >= GOOD_ORDER for order in orders),
+            sum(r <= GOOD_REGRET for r in regrets),
+        ]
+        title = f"  groups of at least {GOOD_ORDER}; of at most {GOOD_REGRET:.0%}"
+        rows.append((title, "", *map(str, good), ""))
     columns = (
         "layouts of one model on one cluster",
         "runs",
@@ -251,25 +289,36 @@ def _ranking(scores: Scores) -> Grid:
         "regret of the top",
         "pairs over 10 % apart in order",
     )
-    return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
+    return text_grid("Ranking", columns, rows, right=(1, 2, 3, 4))
 
 
 def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
-    return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
+    return _number(of.spearman), percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
-def _chances(scores: Scores) -> Grid:
-    rows = [
+def _chances(memory: MemoryScore) -> list[Grid]:
+    """The reliability table of the chances in use, and of those with each fitted spread."""
+    found = [_reliability(f"Chances to fit, spread {SPREAD}", memory.reliability)]
+    for fit in memory.spreads:
+        title = f"Chances to fit, spread {fit.spread:.3f} fitted on {fit.count} runs ({fit.name})"
+        table = _reliability(title, fit.reliability)
+        table.caption = f"area under the ROC curve: {percent(fit.separation)}\n"
+        found.append(table)
+    return found
+
+
+def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
+    texts = [
         (
-            f"{_percent(r.low)} to {_percent(r.high)}",
+            f"{percent(r.low)} to {percent(r.high)}",
             str(r.count),
-            _percent(r.chance),
-            _percent(r.ran),
+            percent(r.chance),
+            percent(r.ran),
         )
-        for r in scores.memory.reliability
+        for r in rows
     ]
     columns = ("chance to fit", "layouts", "mean chance", "ran")
-    return _grid("Chances to fit", columns, rows, right=(1, 2, 3))
+    return text_grid(title, columns, texts, right=(1, 2, 3))
 
 
 def _verdicts(scores: Scores) -> list[str]:
@@ -289,13 +338,13 @@ def _verdicts(scores: Scores) -> list[str]:
             + (f": {', '.join(memory.accepted)}" if memory.accepted else ".")
         )
         lines.append(
-            f"The chance to fit is higher for a layout that ran than for one that failed in {_percent(memory.separation)} of all pairs "
+            f"The chance to fit is higher for a layout that ran than for one that failed in {percent(memory.separation)} of all pairs "
             "(area under the ROC curve)."
         )
     return lines
 
 
-def _grid(
+def text_grid(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> Grid:
     """A table of plain text. Texts from the file are not interpreted as markup."""
@@ -312,7 +361,8 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value / GIB:.1f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share as `12.3 %`; `-` unless it is finite."""
     return f"{100 * share:.1f} %" if isfinite(share) else "-"
 
 
@@ -322,141 +372,3 @@ def _signed(share: float | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if isfinite(value) else "-"
-
-
-# -------------------------------------------------------------------------------------------------------------------------- fits
-
-
-def fit_json(found: Fit) -> str:
-    """The fit as JSON text: `constants`, `errors` by run, `mape` and `bias`; by group (`by`), the
-    errors with constants fitted without it.
-    """
-    left_out = {
-        group: {
-            "mape": mape(errors.values()),
-            "errors": errors,
-            "constants": asdict(found.constants_without[group]),
-        }
-        for group, errors in found.left_out.items()
-    }
-    data = {
-        "by": found.by,
-        "constants": asdict(found.constants),
-        "mape": found.mape,
-        "bias": found.bias,
-        "errors": found.errors,
-        "left_out_mape": found.left_out_mape,
-        "left_out": left_out,
-    }
-    return _json_text(data)
-
-
-def fit_table(found: Fit, families: Mapping[str, str]) -> Group:
-    """Tables of the constants, and of each group's errors with constants fitted with and without
-    it. `families` has the family of each run, by its id.
-    """
-    from rich.console import Group
-    from rich.table import Table
-
-    constants = Table(title="Constants", title_justify="left", box=None)
-    for column in ("constant", "in use", "fitted", f"range, without one {found.by}"):
-        constants.add_column(column, justify="left" if column == "constant" else "right")
-    for name in FREE:
-        without = [getattr(c, name) for c in found.constants_without.values()]
-        values = getattr(FITTED, name), getattr(found.constants, name)
-        constants.add_row(
-            name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}"
-        )
-    unseen = {run: e for errors in found.left_out.values() for run, e in errors.items()}
-    groups = {group: list(errors) for group, errors in found.left_out.items()}
-    for family in dict.fromkeys(families.values()):
-        groups[f"all: {family}"] = [run for run in unseen if families[run] == family]
-    groups["all"] = list(unseen)
-    rows = []
-    for name, runs in groups.items():
-        own, left = [found.errors[run] for run in runs], [unseen[run] for run in runs]
-        scores = (mape(own), mean(own), mape(left), mean(left))
-        rows.append((name, str(len(runs)), *(f"{100 * x:.1f} %" for x in scores)))
-    title = f"Step times, each {found.by} by constants fitted with it and without it"
-    columns = (found.by, "runs", "MAPE with", "bias with", "MAPE without", "bias without")
-    return Group(constants, "", _grid(title, columns, rows, right=range(1, 6)))
-
-
-# --------------------------------------------------------------------------------------------------------------------- mechanisms
-
-
-def ablation_json(found: Ablation) -> str:
-    """The ablation as JSON text: errors by run with all mechanisms on; for each mechanism, the
-    errors without it and the runs that it changes.
-    """
-    without = [
-        {
-            "mechanism": each.mechanism.name,
-            "instead": each.mechanism.instead,
-            "mape": each.mape(),
-            "refitted_mape": each.mape(True),
-            "changed": list(each.changed),
-            "refused": list(each.refused),
-            "errors": each.errors,
-            "refitted_errors": each.refitted,
-        }
-        for each in found.without
-    ]
-    data = {
-        "mape": mape(found.errors.values()),
-        "refitted_mape": mape(found.refitted.values()),
-        "errors": found.errors,
-        "refitted_errors": found.refitted,
-        "without": without,
-    }
-    return _json_text(data)
-
-
-def ablation_table(found: Ablation) -> Group:
-    """A table of the ablation, one row per mechanism: what replaces it, and how the errors
-    change.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    whole, refitted = mape(found.errors.values()), mape(found.refitted.values())
-    rows = [("all on", "", "", _percent(whole), "", "", "", _percent(refitted), "")]
-    for each in found.without:
-        own = mape(found.errors[run] for run in each.changed)
-        refused = f" ({len(each.refused)} refused)" if each.refused else ""
-        rows.append(
-            (
-                each.mechanism.name,
-                each.mechanism.instead,
-                f"{len(each.changed)}{refused}",
-                _percent(each.mape()),
-                _points(each.mape() - whole),
-                _percent(own),
-                _percent(each.mape(changed=True)),
-                _percent(each.mape(True)),
-                _points(each.mape(True) - refitted),
-            )
-        )
-    columns = (
-        "without",
-        "instead",
-        "runs it changes",
-        "MAPE",
-        "change",
-        "of those runs with",
-        "and without",
-        "MAPE refitted",
-        "change",
-    )
-    title = f"Step times of {len(found.errors)} runs without one mechanism"
-    table = _grid(title, columns, rows, right=range(2, 9))
-    note = (
-        "Changes are in points.  Refitted: constants fitted again on the same runs without the mechanism, an approximation: how errors "
-        "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "
-        "and keeps its prediction."
-    )
-    return Group(table, Text(note))
-
-
-def _points(change: float) -> str:
-    return f"{100 * change:+.1f}" if isfinite(change) else "-"

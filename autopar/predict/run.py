@@ -78,7 +78,8 @@ class Dims:
 
     `ffn` is the width of a dense MLP; `moe_ffn` is that of one expert, routed or shared. The first
     `first_dense` layers of a `moe` model are dense. In every `window_every`-th layer a query sees
-    at most `window` keys (0: all). `mtp` counts extra layers that predict later tokens;
+    at most `window` keys (0: all). `expert_bias`: experts add
+    biases and clamp what they activate, as GPT-OSS's do. `mtp` counts extra layers that predict later tokens;
     `parameters` does not include them. A `one_layer` run timed one layer alone, without embedding,
     head or optimizer.
     """
@@ -103,6 +104,7 @@ class Dims:
     moe_ffn: int = 0
     shared_experts: int = 0
     first_dense: int = 0
+    expert_bias: bool = False
     mla: Latent | None = None
     mtp: int = 0
     one_layer: bool = False
@@ -275,7 +277,7 @@ class Software:
     or None. `tp_overlap`, `pp_overlap` and `dp_overlap`: communication over these axes overlaps
     with compute. `early_stop`, `late_gradients` and `fused_accumulation` are those of
     `autopar.Software`. `drops_tokens`: experts have a capacity. `deepep`: each token is sent once
-    to each node and rank.
+    to each node and rank. `sequential_experts`: experts run without grouped products.
     """
 
     framework: str
@@ -296,6 +298,7 @@ class Software:
     scatter_gather_p2p: bool = False
     drops_tokens: bool = False
     deepep: bool = False
+    sequential_experts: bool = False
 
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)

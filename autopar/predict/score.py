@@ -11,15 +11,18 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import isfinite, nan, sqrt
+from statistics import median
 
 from autopar_cost_models import DEVICES
 
 from autopar.predict.chances import (
     LEAST_CHANCE,
     Reliability,
+    Spread,
     fit_chance,
     reliability,
     separation,
+    spread_of,
 )
 from autopar.predict.machines import device_of
 from autopar.predict.run import Dims, Run, RunPrediction
@@ -32,6 +35,10 @@ faster. Repeats of one run differ by 2-5 %.
 """
 UNDER = 0.10
 """A memory prediction that is lower than the measurement by more than this fraction is reported."""
+FAR_UNDER = 0.15
+"""A memory prediction that is lower by more than this fraction is far too low."""
+LARGE_GROUP = 20
+"""Runs that a group has at least, of which the order is reported by itself."""
 BATCH_TOLERANCE = 0.05
 """Runs are compared, by the time of one sequence, if their global batches differ by at most this
 fraction. An example is 2,016 and 2,048, split over 6 and 8 ranks.
@@ -96,6 +103,12 @@ def mean(values: Iterable[float]) -> float:
 def mape(errors: Iterable[float]) -> float:
     """The mean absolute relative error; NaN for no values."""
     return mean(abs(error) for error in errors)
+
+
+def median_error(errors: Iterable[float]) -> float:
+    """The median absolute relative error; NaN for no values."""
+    found = [abs(error) for error in errors]
+    return median(found) if found else nan
 
 
 # ---------------------------------------------------------------------------------------------------------------------- ranking
@@ -221,12 +234,14 @@ def rank_group(group: Sequence[Scored]) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class TimeScore:
-    """Scores of step times, over `count` runs: `bias` is the mean signed error, `within_10` the
-    fraction of errors of at most 10 %, `worst` the largest errors as (id, error).
+    """Scores of step times, over `count` runs: `median` is that of absolute errors, and `bias` the
+    mean signed error. `within_10` is the fraction of errors of at most 10 %, `worst` the largest
+    errors as (id, error).
     """
 
     count: int
     mape: float
+    median: float
     bias: float
     within_10: float
     worst: tuple[tuple[str, float], ...]
@@ -245,22 +260,32 @@ class RankScore:
     pairs_right: int
     pairs: int
 
+    @property
+    def large(self) -> tuple[Group, ...]:
+        """The groups of at least `LARGE_GROUP` runs."""
+        return tuple(group for group in self.groups if len(group.ids) >= LARGE_GROUP)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryScore:
-    """Scores of peak memory. `count` runs have a measured memory, over which `mape` and `bias` are.
+    """Scores of peak memory. `count` runs have a measured memory, over which `mape`, `median` and
+    `bias` are.
 
-    `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
+    `under` are runs predicted more than 10 % below the measurement, `far_under` more than 15 %. `rejected` are runs that ran
     but have a chance to fit below `LEAST_CHANCE`, out of `judged` runs with known GPU memory. `rejected_unprinted`
     counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are
     layouts that ran out of memory but have a higher chance, out of `out_of_memory` with known GPU
-    memory. `separation` and `reliability` judge the chances to fit (`chances.py`).
+    memory. `separation` and `reliability` judge the chances to fit (`chances.py`). `spreads` judge
+    chances with other spreads of memory: fitted on these runs, and without each framework of which
+    layouts failed.
     """
 
     count: int
     mape: float
+    median: float
     bias: float
     under: tuple[str, ...]
+    far_under: tuple[str, ...]
     rejected: tuple[str, ...]
     rejected_unprinted: int
     judged: int
@@ -268,6 +293,7 @@ class MemoryScore:
     out_of_memory: int
     separation: float
     reliability: tuple[Reliability, ...]
+    spreads: tuple[Spread, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +313,9 @@ def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
     values = [error for _, error in errors]
     ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])
     within_10 = mean(abs(v) <= 0.1 for v in values)
-    return TimeScore(len(values), mape(values), mean(values), within_10, ordered)
+    return TimeScore(
+        len(values), mape(values), median_error(values), mean(values), within_10, ordered
+    )
 
 
 def score_ranks(results: Iterable[Scored]) -> RankScore:
@@ -324,8 +352,10 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
     return MemoryScore(
         count=len(values),
         mape=mape(values),
+        median=median_error(values),
         bias=mean(values),
         under=tuple(name for name, error in errors if error < -UNDER),
+        far_under=tuple(name for name, error in errors if error < -FAR_UNDER),
         rejected=tuple(r.run.id for r in ran if r.rejected),
         rejected_unprinted=sum(bool(r.rejected) and "recompute" in r.run.defaulted for r in ran),
         judged=sum(r.fits is not None for r in ran),
@@ -333,7 +363,27 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
         out_of_memory=len(failed),
         separation=separation([c for c, ok in judged if ok], [c for c, ok in judged if not ok]),
         reliability=reliability(judged),
+        spreads=_spreads(ran, failed),
     )
+
+
+def _spreads(ran: Sequence[Scored], failed: Sequence[Scored]) -> tuple[Spread, ...]:
+    """Chances with spreads that are fitted on the measured runs: on all, and without those of each
+    framework of which layouts failed. None without such layouts.
+    """
+    frameworks = dict.fromkeys(framework_of(r.run.software.framework) for r in failed)
+    found = []
+    for left_out in (None, *frameworks) if frameworks else ():
+        errors = [
+            r.memory_error
+            for r in ran
+            if r.memory_error is not None and framework_of(r.run.software.framework) != left_out
+        ]
+        pairs = [(r.run, r.prediction, ok) for rs, ok in ((ran, True), (failed, False)) for r in rs]
+        name = "all runs" if left_out is None else f"without {left_out}"
+        if errors:
+            found.append(spread_of(name, errors, pairs))
+    return tuple(found)
 
 
 def score(results: Sequence[Scored], out_of_memory: Sequence[Scored] = ()) -> Scores:
@@ -377,6 +427,7 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "generation": lambda run: DEVICES[device_of(run.machine.gpu)].generation,
     "model": lambda run: model_name(run.dims),
     "family": lambda run: "experts" if run.dims.experts else run.dims.family,
+    "tp": lambda run: f"tp = {run.degrees.tp}",
 }
 
 

@@ -80,6 +80,8 @@ class FrameworkJob:
         gpu: the name of the GPU, such as 'H100-80G-SXM'.  '' if it is unknown.
         experts: the number of routed experts of a layer.  0 if there are none.
         drops_tokens: experts have a capacity, and tokens beyond it are dropped.
+        sequential_experts: experts of a rank run one after the other, without grouped products.
+        expert_bias: experts add biases and clamp what they activate, as GPT-OSS's do.
         dispatches_once: tokens go to experts as `Software.dispatch` 'once' says.
     """
 
@@ -101,6 +103,8 @@ class FrameworkJob:
     gpu: str = ""
     experts: int = 0
     drops_tokens: bool = False
+    sequential_experts: bool = False
+    expert_bias: bool = False
     dispatches_once: bool = False
 
     def __post_init__(self) -> None:
@@ -191,9 +195,40 @@ def _gpu(job: FrameworkJob, *names: str) -> bool:
 
 def _hybrid_ep(job: FrameworkJob) -> bool:
     """Whether a job without drops sends tokens by HybridEP: in Megatron-Bridge's recipes for GB200 and
-    GB300, and for DeepSeek-V3 (256 experts) on all GPUs (moe_flex_dispatcher_backend).
+    GB300, and for DeepSeek-V3 (256 experts) on all GPUs (moe_flex_dispatcher_backend). Those for
+    GPT-OSS, whose experts have biases, name no dispatcher, and so take megatron-core's all-to-all.
     """
-    return _dropless(job) and (_gpu(job, "GB200", "GB300") or job.experts >= 256)
+    return (
+        _dropless(job)
+        and not job.expert_bias
+        and (_gpu(job, "GB200", "GB300") or job.experts >= 256)
+    )
+
+
+def _all_to_all(job: FrameworkJob) -> bool:
+    """Whether a job's tokens go to experts by megatron-core's all-to-all: not by HybridEP, nor by
+    DeepEP as on H100.
+    """
+    if not (job.experts and _nvidia(job) and job.since(2024)) or _on(job, "automodel"):
+        return False
+    return not (_hybrid_ep(job) or _sends_once(job))
+
+
+def _sends_once(job: FrameworkJob) -> bool:
+    """Whether tokens go to experts as `Software.dispatch` 'once' says."""
+    recipe = _dropless(job) and not job.expert_bias and (_gpu(job, "H100") or job.experts >= 256)
+    return job.dispatches_once or recipe
+
+
+def _expert_graphs(job: FrameworkJob) -> bool:
+    """Whether a job without drops replays all but experts as CUDA graphs: since 2026 in
+    Megatron-Bridge's recipes for GB200 and GB300, but for GPT-OSS in those for GB300 and B300.
+    """
+    if not _dropless(job):
+        return False
+    if job.expert_bias:
+        return _gpu(job, "GB300", "B300")
+    return job.since(2026) and _gpu(job, "GB200", "GB300")
 
 
 def _always(job: FrameworkJob) -> bool:
@@ -237,6 +272,9 @@ _MEMORY: tuple[Rule, ...] = (
 )  # fmt: skip
 _TIME: tuple[Rule, ...] = (
     Rule("fused_kernels", True, _megatron, "Apex and Transformer Engine norms, fused bias and activation"),
+    Rule("joins_products", True, lambda job: _megatron(job) and not _on(job, "automodel"),
+         "Megatron's linear_qkv and linear_fc1 (core/transformer/attention.py and mlp.py)"),
+    Rule("joins_products", True, _nanotron, "nanotron's qkv_proj and gate_up_proj (src/nanotron/models/llama.py)"),
     Rule("fused_softmax", False, lambda job: not (_megatron(job) or _deepspeed(job)),
          "only Megatron-LM has fused scale-mask-softmax kernels"),
     Rule("composite_norms", True, lambda job: _on(job, "torchtitan") and not job.since(2026),
@@ -273,15 +311,31 @@ _TIME: tuple[Rule, ...] = (
     Rule("routing_operations", ROUTING_OPERATIONS, lambda job: _dropless(job) and not _hybrid_ep(job),
          "`ROUTING_OPERATIONS`: megatron-core's token dispatcher sorts, counts and permutes, and waits for the tokens of each expert "
          "(moe/token_dispatcher.py, _maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),
-    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and (_gpu(job, "H100") or job.experts >= 256)),
+    Rule("dispatch", "once", _sends_once,
          "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep), and HybridEP "
          "for DeepSeek-V3 (256 experts)"),
     Rule("dispatch_overlap", True, lambda job: _hybrid_ep(job) and _gpu(job, "H100") and not job.since(2026),
          "overlap_moe_expert_parallel_comm for DeepSeek-V3 on H100 in Megatron-Bridge 0.1 (scripts/performance/run_script.py, A2A_1F1B)"),
     Rule("cuda_graphs", "all", lambda job: job.experts > 0 and job.drops_tokens and _nvidia(job) and _gpu(job, "B200", "GB200"),
          "cuda_graphs: true for Qwen3 with token drop in Megatron-Bridge 0.1 (scripts/performance/configs/qwen3)"),
-    Rule("cuda_graphs", "but experts", lambda job: _dropless(job) and job.since(2026) and _gpu(job, "GB200", "GB300"),
-         "cuda_graph_scope=[attn, moe_router, moe_preprocess] in Megatron-Bridge's recipes for GB200 and GB300, none for H100, B200, B300"),
+    Rule("cuda_graphs", "but experts", _expert_graphs,
+         "cuda_graph_scope=[attn, moe_router, moe_preprocess] in Megatron-Bridge's recipes for GB200 and GB300, none for H100, B200, B300; "
+         "for GPT-OSS in those for GB300 and B300 (releases 0.2 to 0.4, scripts/performance/configs/gpt_oss)"),
+    Rule("sorts_by_expert", True, _all_to_all,
+         "megatron-core's MoEAlltoAllTokenDispatcher sorts tokens by local expert, or transposes them if it drops and pads "
+         "(moe/token_dispatcher.py, dispatch_postprocess, combine_preprocess)"),
+    Rule("permutes_by_op", True, lambda job: job.experts > 0 and _on(job, "nemo") and not _on(job, "automodel"),
+         "moe_permute_fusion came with megatron-core 0.11 (March 2025); NeMo's Mixtral leaves it off "
+         "(nemo/collections/llm/gpt/model/mixtral.py; moe/moe_utils.py, permute and unpermute)"),
+    Rule("sequential_experts", True, lambda job: job.sequential_experts,
+         "megatron-core's SequentialMLP, where moe_grouped_gemm is off, concatenates the results of its experts (moe/experts.py)"),
+    Rule("expert_bias", True, lambda job: job.expert_bias and _megatron(job),
+         "megatron-core's TEGroupedMLP._apply_bias splits the result by expert, adds a weighted bias to each part and joins the parts"),
+    Rule("clamps_experts", True, lambda job: job.expert_bias and _megatron(job) and not _on(job, "automodel"),
+         "megatron-core clamps and concatenates before the fused kernel (fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)"),
+    Rule("recomputes_activation", True, lambda job: job.expert_bias and _dropless(job) and _gpu(job, "H100", "B200", "GB200")
+         and not _on(job, "automodel"),
+         "recompute_modules=[layernorm, moe_act] in Megatron-Bridge's recipes for GPT-OSS on H100, B200 and GB200 (releases 0.2 to 0.4)"),
 )  # fmt: skip
 RULES = (*_MEMORY, *_TIME)
 """All rules: what a framework holds, and how it runs. autopar itself is the defaults of `Software`."""

@@ -78,6 +78,7 @@ class Software:
         deepspeed_passes: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
         fused_kernels: norms, activations, rotary positions, masked softmax and the operations beside them are single kernels
             (Transformer Engine, Apex, Megatron).  They keep their input and statistics, not intermediate values.
+        joins_products: queries, keys and values are one product, and so are gate and up (`annotate/joined_products.py`).
         fused_softmax: False makes softmax a kernel of its own under `fused_kernels`.
         loss_kernel: a row of `LOSS_KERNELS`.
         gathers_again: with sequence parallelism a layer keeps its shard of the input and gathers it again in backward (Korthikanti
@@ -94,6 +95,12 @@ class Software:
         issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
         cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
         routing_operations: the number of operations that the host issues for a layer with experts besides those of the model.
+        sorts_by_expert: tokens of several experts of a rank are sorted by expert after they arrive, and back before they return.
+        permutes_by_op: rows of experts are gathered, weighted and put back operation by operation, under `fused_kernels` too.
+        sequential_experts: experts of a rank run one after the other, and their results are joined.
+        expert_bias: a weighted bias is added to the result of each expert, expert by expert.
+        clamps_experts: both halves of what a gated expert activates are clamped and joined, operation by operation.
+        recomputes_activation: the activation of experts runs again in backward.
         dispatch: a row of `DISPATCHES`, for the tokens that go to experts on other ranks.
         dispatch_overlap: that dispatch runs beside the compute of experts of another micro-batch.
         frozen: a row of `FROZEN`.  Buffers are whole always.
@@ -117,6 +124,7 @@ class Software:
     early_stop: bool = True
     deepspeed_passes: bool = False
     fused_kernels: bool = False
+    joins_products: bool = False
     fused_softmax: bool = True
     loss_kernel: str = "plain"
     gathers_again: bool = False
@@ -130,6 +138,12 @@ class Software:
     issue_s: float | None = None
     cuda_graphs: str = "none"
     routing_operations: int = 0
+    sorts_by_expert: bool = False
+    permutes_by_op: bool = False
+    sequential_experts: bool = False
+    expert_bias: bool = False
+    clamps_experts: bool = False
+    recomputes_activation: bool = False
     dispatch: str = "copies"
     dispatch_overlap: bool = False
     frozen: str = "whole"

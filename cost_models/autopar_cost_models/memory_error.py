@@ -17,12 +17,12 @@ Above, they took 2.9 to 6.6 times as long, since the allocator frees and tries a
 """
 
 
-def fit_chance(predicted_bytes: float, memory_bytes: float) -> float:
+def fit_chance(predicted_bytes: float, memory_bytes: float, spread: float = SPREAD) -> float:
     """The chance that what is predicted to need `predicted_bytes` fits `memory_bytes`: memory has a
-    normal error of `SPREAD` in its logarithm.
+    normal error of `spread` in its logarithm.
     """
     room = log(memory_bytes / max(predicted_bytes, 1.0))
-    return (1 + erf(room / SPREAD / sqrt(2))) / 2
+    return (1 + erf(room / spread / sqrt(2))) / 2
 
 
 def headroom_for(chance: float) -> float:

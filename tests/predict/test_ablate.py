@@ -17,7 +17,7 @@ from autopar.predict import ablate as module
 from autopar.predict.ablate import GENERATIONS, MECHANISMS, Mechanism, ablate
 from autopar.predict.evaluate import case_of, evaluate
 from autopar.predict.fit import FREE
-from autopar.predict.report import ablation_json, ablation_table
+from autopar.predict.fit_report import ablation_json, ablation_table
 from autopar.predict.runs import read_runs
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
@@ -46,6 +46,39 @@ EXPERTS = MOE | {
     "gpu": "GB200-NVL72",
 }
 ROUTED = EXPERTS | {"id": "routed", "gpu": "H100-80G-SXM"}
+MANY = ROUTED | {
+    "id": "many",
+    "framework": "megatron-bridge",
+    "year": "2025",
+    "extra_opts": "experts=256;topk=2;moe_ffn=24",
+}
+BIASED = ROUTED | {"id": "biased", "extra_opts": "experts=8;topk=2;moe_ffn=24;expert_bias"}
+GROK = MOE | {
+    "id": "grok",
+    "framework": "nemo",
+    "gpu": "H100-80G-SXM",
+    "notes": "capacity factor 1.0, grouped GEMM off",
+}
+NEMO_FP8 = LLAMA | {
+    "id": "nemo-fp8",
+    "framework": "nemo",
+    "year": "2025",
+    "gpu": "H100-80G-SXM",
+    "dtype": "fp8",
+    "tp": "2",
+    "dp": "8",
+    "zero_stage_or_fsdp": "1",
+}
+NANOTRON = LLAMA | {
+    "id": "nanotron",
+    "framework": "nanotron",
+    "gpu": "H100-80G-SXM",
+    "tp": "2",
+    "pp": "2",
+    "dp": "4",
+    "zero_stage_or_fsdp": "1",
+    "mem_gib_per_gpu": "1",
+}
 MOSAIC = LLAMA | {
     "id": "mosaic",
     "framework": "llm-foundry",
@@ -76,6 +109,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "memory traffic": {"cluster.device.memory_bandwidth_Bps"},
     "compiler fusion": {"software.compiled"},
     "kernels by hand": {"software.fused_kernels"},
+    "joined products": {"software.joins_products"},
     "composite norms": {"software.composite_norms"},
     "optimizer op by op": {"software.fused_optimizer"},
     "fused accumulation": {"software.fused_accumulation"},
@@ -95,6 +129,25 @@ TOUCHES = {  # the values that differ, of any of these runs
     "vocabulary padding": {"run.degrees.padded_vocab"},
     "DeepSpeed's passes": {"software.deepspeed_passes"},
     "dropout": {"run.software.dropout"},
+    "dispatch beside compute": {"software.dispatch_overlap"},
+    "sorting by expert": {"software.sorts_by_expert"},
+    "permutation by operations": {"software.permutes_by_op"},
+    "experts one by one": {"software.sequential_experts"},
+    "biases of experts": {"software.expert_bias"},
+    "clamps of experts": {"software.clamps_experts"},
+    "recomputed activations": {"software.recomputes_activation"},
+    "gather again": {"software.gathers_again"},
+    "loss kernels": {"software.loss_kernel"},
+    "state of frameworks": {"software.state_recipe"},
+    "inputs kept in fp8": {"software.keeps_fp8"},
+    "fp8 copies of weights": {"software.fp8_weight_copies"},
+    "freed stage outputs": {"software.keeps_stage_outputs"},
+    "framework buffers": {"software.workspace_bytes"},
+    "root unit": {"software.root_unit"},
+    "live parameters": {"software.live_parameters"},
+    "fragmentation": {"software.fitted.fragmentation"},
+    "CUDA context": {"software.fitted.reserved_bytes", "cluster.device.reserved_bytes"},
+    "options that save memory": set(),
 }  # fmt: skip
 
 
@@ -113,6 +166,11 @@ def runs(tmp_path_factory):
             MOSAIC,
             EXPERTS,
             ROUTED,
+            MANY,
+            BIASED,
+            GROK,
+            NEMO_FP8,
+            NANOTRON,
         )
     )
     assert not problems, problems
@@ -139,7 +197,7 @@ def test_a_mechanism_is_switched_off_by_its_own_values(runs, mechanism):
 
 
 def test_what_no_value_touches_is_not_priced_again(runs, monkeypatch):
-    monkeypatch.setattr(module, "price", None)
+    monkeypatch.setattr(module, "settle", None)
     whole = evaluate(runs["llama"])
     for name in (
         "recomputation",
@@ -149,7 +207,7 @@ def test_what_no_value_touches_is_not_priced_again(runs, monkeypatch):
         "vocabulary padding",
         "compiler fusion",
     ):
-        assert BY_NAME[name].step_time_s(runs["llama"], whole) == whole.step_time_s, name
+        assert BY_NAME[name].predict(runs["llama"], whole) == whole, name
 
 
 def test_a_pipeline_without_its_bubble_and_a_step_without_recomputation(runs):
@@ -157,13 +215,14 @@ def test_a_pipeline_without_its_bubble_and_a_step_without_recomputation(runs):
     whole = evaluate(run)
     assert whole.breakdown["bubble"] > 0
     assert (
-        BY_NAME["pipeline bubble"].step_time_s(run, whole)
+        BY_NAME["pipeline bubble"].predict(run, whole).step_time_s
         == whole.step_time_s - whole.breakdown["bubble"]
     )
     kept = evaluate(replace(run, degrees=replace(run.degrees, recompute="none")))
-    assert BY_NAME["recomputation"].step_time_s(run, whole) == kept.step_time_s < whole.step_time_s
+    assert BY_NAME["recomputation"].predict(run, whole) == kept
+    assert kept.step_time_s < whole.step_time_s
     assert (
-        BY_NAME["overlap over dp"].step_time_s(runs["llama"], evaluate(runs["llama"]))
+        BY_NAME["overlap over dp"].predict(runs["llama"], evaluate(runs["llama"])).step_time_s
         >= evaluate(runs["llama"]).step_time_s
     )
 
@@ -208,6 +267,25 @@ def test_mape_with_and_without(runs):
     console.print(ablation_table(found))
     text = console.export_text()
     assert "ranks never wait" in text and "2 refused" in text and "approximation" in text
+
+
+def test_a_mechanism_that_holds_memory(runs):
+    """A run whose memory was measured as it is predicted has no error but where buffers are missing."""
+    run = runs["nanotron"]
+    whole = evaluate(run)
+    size_bytes = whole.memory_bytes("reserved", first_rank=True)
+    exact = replace(run, measured=replace(run.measured, memory_bytes=size_bytes))
+    found = ablate([exact], (BY_NAME["framework buffers"], BY_NAME["pipeline bubble"]))
+    assert found.memory_errors == pytest.approx({"nanotron": 0.0})
+    buffers, bubble = found.without
+    held = case_of(run).software.workspace_bytes
+    assert buffers.memory_errors == pytest.approx({"nanotron": -held / size_bytes})
+    assert buffers.memory_changed == ("nanotron",) and not buffers.changed
+    assert bubble.memory_errors == found.memory_errors and not bubble.memory_changed
+    assert json.loads(ablation_json(found))["without"][0]["memory_changed"] == ["nanotron"]
+    console = Console(width=200, record=True, force_terminal=False)
+    console.print(ablation_table(found))
+    assert "Memory of 1 runs without one mechanism" in console.export_text()
 
 
 def test_a_fit_cannot_bring_a_mechanism_back():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isnan
+from math import exp, isnan
 
 import pytest
 from autopar_cost_models.memory_error import SPREAD
@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.published_rows import GPT, write
 
-from autopar.predict.chances import fit_chance, reliability, separation
+from autopar.predict.chances import (
+    fit_chance,
+    fitted_spread,
+    reliability,
+    separation,
+    spread_of,
+)
 from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
 
@@ -61,3 +67,16 @@ def test_a_file_of_layouts_is_one_of_runs(tmp_path):
     assert (first.dims.layers, first.dims.tied_embeddings, first.degrees.pp) == (16, True, 2)
     assert first.software.framework == "nanotron" and first.degrees.micro_batch == 64
     assert len(problems) == 1 and "is not of the form" in problems[0].reason
+
+
+def test_a_spread_comes_out_as_it_was_put_in(tmp_path):
+    assert fitted_spread([exp(0.2) - 1, exp(-0.2) - 1]) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="nothing to fit"):
+        fitted_spread([])
+    (run,), _ = read_runs(write(tmp_path, GPT))
+    size = run.machine.memory_bytes
+    layouts = [(run, RunPrediction(1.0, size * part), ran) for part, ran in ((0.9, 1), (1.2, 0))]
+    narrow, wide = (spread_of("all", [error], layouts) for error in (0.02, 0.5))
+    assert narrow.count == 1 and narrow.separation == wide.separation == 1.0
+    assert [row.ran for row in narrow.reliability] == [0.0, 1.0]
+    assert narrow.reliability[-1].chance > wide.reliability[-1].chance

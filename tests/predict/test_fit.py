@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from autopar_cost_models import FITTED
 
 from autopar.errors import AutoparError
 from autopar.predict.fit import FREE, fit, sensitivities
-from autopar.predict.report import fit_json, fit_table
+from autopar.predict.fit_report import fit_json, fit_table
 
 PLACE = {name: place for place, name in enumerate(FREE)}
 
@@ -70,6 +71,7 @@ def test_a_source_that_is_left_out_is_not_seen():
     assert all(e > 0.3 for e in found.left_out["a"].values())
     families = dict.fromkeys(found.errors, "gpt")
     assert "left_out_mape" in fit_json(found) and fit_table(found, families)
+    assert [part["by"] for part in json.loads(fit_json(found, found))] == ["source", "source"]
 
 
 def test_what_is_not_measured_or_not_predicted_is_left_aside():

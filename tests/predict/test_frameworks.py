@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.published_rows import GPT, write
+from autopar_cost_models import DEVICES, memory_time_s
+from support.published_rows import GPT, MOE, write
 
+from autopar.annotate.kernels import kernels_of
 from autopar.predict.evaluate import case_of, evaluate, price
-from autopar.predict.frameworks import job_of, offloaded, offloads_where_tight
+from autopar.predict.frameworks import (
+    bias_operations,
+    job_of,
+    offloaded,
+    offloads_where_tight,
+)
 from autopar.predict.report import GIB
 from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
@@ -28,7 +35,12 @@ STATED = (
     "tp_overlap",
 )
 """Fields that a row may state, whose defaults test_runs.py has, and the time of the host."""
-MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
+MEGATRON = {
+    "fused_kernels": True,
+    "joins_products": True,
+    "gathers_again": True,
+    "loss_kernel": "in_place",
+}
 CASES = [
     ({"framework": "torchtitan", "zero_stage_or_fsdp": "fsdp2", "dtype": "bf16", "year": 2024},
      {"state_recipe": "fsdp", "composite_norms": True, "root_unit": True, "frozen": "sharded in fp32"}),
@@ -52,9 +64,9 @@ CASES = [
      {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
       "scatters_messages": True, "frozen": "sharded"}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "0", "dtype": "bf16", "year": 2025},
-     {"loss_kernel": "beside", "state_recipe": "copied_gradients"}),
+     {"loss_kernel": "beside", "state_recipe": "copied_gradients", "joins_products": True}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2025, "pp": 2},
-     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients"}),
+     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients", "joins_products": True}),
 ]  # fmt: skip
 
 
@@ -70,6 +82,111 @@ def test_what_a_framework_holds(tmp_path, cells, expected):
     found = fields_of(job_of(runs[0]))
     assert {name: value for name, value in found.items() if name not in STATED} == expected
     Software(matmul_dtype="fp8" if cells["dtype"] == "fp8" else None, **expected)
+
+
+OSS = MOE | {
+    "framework": "megatron-bridge",
+    "year": "2026",
+    "extra_opts": "experts=8;topk=2;moe_ffn=24;head_dim=64;sliding_window_alternate=8",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "graphs"),
+    [("GB300-NVL72", "but experts"), ("B300-SXM", "but experts"), ("GB200-NVL72", None), ("H100-80G-SXM", None)],
+)  # fmt: skip
+def test_recipes_for_experts_with_biases_take_the_plain_dispatcher(tmp_path, gpu, graphs):
+    """Two of eight experts are on each of four ranks, with six operations each."""
+    (run,), problems = read_runs(write(tmp_path, OSS | {"gpu": gpu}))
+    assert not problems and run.dims.expert_bias and bias_operations(run) == 12
+    found = fields_of(job_of(run))
+    assert (found["expert_bias"], found.get("dispatch"), found.get("cuda_graphs")) == (
+        True,
+        None,
+        graphs,
+    )
+    assert case_of(run).software.routing_operations == found["routing_operations"] + 12
+    plain = replace(run, dims=replace(run.dims, expert_bias=False))
+    dispatch = fields_of(job_of(plain)).get("dispatch")
+    assert dispatch == ("once" if gpu.startswith("H100") else None)
+
+
+PLAIN = Software(fused_kernels=True)
+FURTHER = [  # bytes per (choices x hidden), in elements, and kernels: forward, then backward; 8 experts, gated, width = hidden / 4
+    ({"sorts_by_expert": True}, (4.0, 2), (4.0, 2)),
+    ({"sequential_experts": True}, (2.0, 1), (2.0, 1)),
+    ({"expert_bias": True}, (6.0, 17), (8.0, 33)),
+    ({"clamps_experts": True}, (2.0, 3), (2.5, 3)),
+    ({"recomputes_activation": True}, (0.0, 0), (0.75, 1)),
+    ({"recomputes_activation": True, "clamps_experts": True}, (2.0, 3), (2.5 + 2.75, 3 + 4)),
+]
+
+
+@pytest.mark.parametrize(("fields", "forward", "backward"), FURTHER)
+def test_kernels_around_experts(fields, forward, backward):
+    device = DEVICES["h100"]
+    tokens, choices, hidden = 4096, 8192, 512
+    sizes = (tokens, choices, hidden, 8, hidden // 2, hidden // 4)
+    found, plain = (
+        kernels_of(device, "bf16", of).experts(*sizes) for of in (replace(PLAIN, **fields), PLAIN)
+    )
+    for more_s, (moved, kernels) in (
+        (found.forward_s - plain.forward_s, forward),
+        (found.backward_s - plain.backward_s, backward),
+    ):
+        # each chain pays its first launch in `memory_time_s`
+        expected = memory_time_s(2 * choices * hidden * moved, device) if kernels else 0.0
+        chains = sum(name != "recomputes_activation" for name in fields) or 1
+        launches = max(kernels - chains, 0) * device.launch_s
+        assert more_s == pytest.approx(expected + launches, abs=1.1 * device.launch_s)
+    assert found.forward_kernels - plain.forward_kernels == forward[1]
+    assert found.backward_kernels - plain.backward_kernels == backward[1]
+    one = (tokens, choices, hidden, 1, hidden // 2, hidden // 4)
+    if {"sorts_by_expert", "sequential_experts"} & set(fields):
+        alone, bare = (
+            kernels_of(device, "bf16", of).experts(*one) for of in (replace(PLAIN, **fields), PLAIN)
+        )
+        assert alone == bare  # one expert has nothing to sort or join
+
+
+def test_permutation_by_operations_moves_more():
+    """Rows are put back, weighted and summed by kernels of their own, and so are their gradients."""
+    device, sizes = DEVICES["h100"], (4096, 8192, 512, 8, 256, 128)
+    apart, plain = (
+        kernels_of(device, "bf16", replace(PLAIN, permutes_by_op=on)).experts(*sizes)
+        for on in (True, False)
+    )
+    rows, result = 2 * 8192 * 512, 2 * 4096 * 512
+    two_s, three_s, fused_s = (
+        memory_time_s(size, device) for size in (2 * rows, 3 * rows, rows + result)
+    )
+    assert apart.forward_s - plain.forward_s == pytest.approx(2 * two_s)
+    assert apart.backward_s - plain.backward_s == pytest.approx(2 * three_s - fused_s + two_s)
+    assert apart.forward_kernels - plain.forward_kernels == 2
+
+
+@pytest.mark.parametrize(
+    ("cells", "sorts"),
+    [
+        ({}, True),
+        ({"gpu": "H100-80G-SXM"}, None),  # DeepEP
+        ({"gpu": "GB200-NVL72"}, None),  # HybridEP
+        ({"gpu": "GB200-NVL72", "notes": "token drop"}, True),
+        ({"framework": "nemo-automodel"}, None),
+        ({"framework": "nemo", "year": "2023"}, None),
+    ],
+)
+def test_all_to_all_sorts_by_expert(tmp_path, cells, sorts):
+    row = MOE | {"framework": "megatron-bridge", "year": "2026", "gpu": "B200-180G-SXM"} | cells
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems and fields_of(job_of(run)).get("sorts_by_expert") == sorts
+
+
+def test_notes_say_that_experts_run_one_by_one(tmp_path):
+    row = MOE | {"framework": "nemo", "year": "2024", "notes": "grouped GEMM off, alltoall"}
+    (run,), problems = read_runs(write(tmp_path, row))
+    found = fields_of(job_of(run))
+    assert not problems and found["sequential_experts"] and found["permutes_by_op"]
 
 
 NANOTRON = {"framework": "nanotron", "model_family": "llama", "layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32",

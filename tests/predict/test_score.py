@@ -221,5 +221,6 @@ def test_selections_and_groupings(families):
             "moe 64 x 24, 4 heads, 8 experts",
         ],
         "family": ["gpt", "llama", "experts"],
+        "tp": ["tp = 2", "tp = 1"],
     }
     assert sum(map(len, grouped(results, "dtype").values())) == len(results)
