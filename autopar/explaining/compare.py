@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
-from autopar.explaining.certificate import MORE_TIME
+from autopar.explaining.certificate import advice_on_gap
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -96,17 +96,17 @@ def first_name(plan: Plan) -> str:
 
 
 def known_words(plan: Plan) -> str:
-    """What is known about the first plan of a comparison if its search was cut, as a sentence; '' if
-    it is proved to be the best.
+    """What is known about the first plan of a comparison, as a sentence; '' if it is proved to be
+    the best.
     """
     proof = plan.certificate
     if proof.gap <= PROVED:
         return ""
     if not proof.bound_s:
-        return f"The search ended before anything was proved: {MORE_TIME}."
+        return f"Nothing is proved about other plans: {advice_on_gap(plan)}."
     return (
-        f"The search ended before a proof: no plan takes less than {ms(proof.bound_s)}, "
-        f"{gap_words(proof.gap)} less than the fastest that was found; {MORE_TIME}."
+        f"It is not proved best: no plan takes less than {ms(proof.bound_s)}, "
+        f"{gap_words(proof.gap)} less than the fastest that was found; {advice_on_gap(plan)}."
     )
 
 
