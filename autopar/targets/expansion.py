@@ -9,9 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.shell_syntax import CLOSE, OPEN, Part, Word, document_word, parse_text
+from autopar.targets.shell_syntax import (
+    CLOSE,
+    MOST_CHARACTERS,
+    OPEN,
+    Part,
+    Word,
+    document_word,
+    parse_text,
+)
 
+MOST_WORDS = 100_000
+"""The most words of an expanded value."""
 Value = str | tuple[str, ...]
 _CAT = re.compile(r"\s*cat\s+<<-?\s*(['\"]?)(\w+)\1[^\S\n]*\n(.*?)\n?\t*\2\s*", re.DOTALL)
 """A command substitution that is a here-document."""
@@ -77,6 +88,15 @@ class Script:
         return value if isinstance(value, str) else (value[0] if value else "")
 
 
+def bounded(text: str, words: int = 0) -> str:
+    """The text. Raises AutoparError if a value has more characters or words than any script needs."""
+    if len(text) > MOST_CHARACTERS or words > MOST_WORDS:
+        raise AutoparError(
+            f"a value of the script has more than {MOST_CHARACTERS:,} characters or {MOST_WORDS:,} words"
+        )
+    return text
+
+
 class Expansion:
     """Expands words with the variables of a script, which defaults such as `${NAME:=8}` set."""
 
@@ -86,11 +106,11 @@ class Expansion:
         self.unsure = 0  # how many conditions around the command the file does not tell
 
     def text(self, word: Word) -> str:
-        """A word expanded without splitting."""
-        return "".join(" ".join(self._part(part)) for part in word)
+        """A word expanded without splitting. Raises AutoparError if it is too long."""
+        return bounded("".join(" ".join(self._part(part)) for part in word))
 
     def fields(self, word: Word) -> list[str]:
-        """A word expanded and split as the shell splits it."""
+        """A word expanded and split as the shell splits it. Raises AutoparError if it is too long."""
         found: list[str] = []
         current: str | None = None
         for part in word:
@@ -113,6 +133,7 @@ class Expansion:
                     found.append(current or "")
                     current = None
                 current = (current or "") + piece
+            bounded(current or "", len(found))
         return found if current is None else [*found, current]
 
     def _part(self, part: Part) -> tuple[str, ...]:

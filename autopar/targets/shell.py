@@ -19,7 +19,16 @@ from autopar.targets.expansion import (
     shown_value,
     unknown,
 )
-from autopar.targets.shell_syntax import CLOSE, Block, Command, Node, Part, Word, parse
+from autopar.targets.shell_syntax import (
+    CLOSE,
+    MOST_CHARACTERS,
+    Block,
+    Command,
+    Node,
+    Part,
+    Word,
+    parse,
+)
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
@@ -201,7 +210,10 @@ class _Reader(Expansion):
         self.piped = None
         if text is None or found is None or len(rest) > 2 or self.unsure:
             return
-        text = text.replace(found[2], found[3].replace(f"\\{found[1]}", found[1]))
+        new = found[3].replace(f"\\{found[1]}", found[1])
+        if len(text) + text.count(found[2]) * len(new) > MOST_CHARACTERS:
+            return
+        text = text.replace(found[2], new)
         if node.end == "|":
             self.piped = text
         elif (file := self.text(node.written)) and is_known(file):

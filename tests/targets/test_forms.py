@@ -820,6 +820,8 @@ EFFECTS = {
     "a.sh": f"X=$(touch ran)\nY=`touch ran`\neval 'touch ran'\n: ${{Z:=$(touch ran)}}\nA=(1); B=$((A[$(touch ran)]))\n"
     "cat <<EOF > /dev/null\n$(touch ran)\nEOF\nsource <(touch ran)\ntouch ran | true\n"
     f"torchrun pretrain_gpt.py {MODEL} --seed $(touch ran)\n",
+    "m.sh": f"torchrun pretrain_gpt.py {MODEL}\nW=$(cat <<E\n$(touch ran) `touch ran`\nE\n)\necho \"$W\" > w.sh\nbash w.sh\n"
+    "cat <<'E' | bash\ntouch ran\nE\nsed 's/a/b/;w ran' a > c\nsed 's/a/touch ran/e' a > c\nread -r -d '' X <<E\n$(touch ran)\nE\n$X\n",
     "b.yaml": "a: !!python/object/apply:os.system ['touch ran']\nnum_layers: 2\nhidden_size: 64\n",
     "c.yaml": "distributed_type: !!python/object/new:os.system [touch ran]\nfsdp_config: {}\n",
     "d.py": NEMO,

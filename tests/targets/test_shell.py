@@ -168,3 +168,30 @@ def test_what_is_no_arithmetic_is_refused(text: str) -> None:
 
 def test_lines_are_counted() -> None:
     assert [node.line for node in parse("a\n\nb \\\n c\nd")] == [1, 3, 5]
+
+
+GROWING = {
+    "a text": "X=aaaaaaaaaa\n" + "X=$X$X\n" * 60,
+    "an array": "A=(1 2 3)\n" + 'A+=("${A[@]}")\n' * 60,
+    "a document": "X=aaaaaaaaaa\n" + "cat <<E > f\n$X\nE\nX=$X$X\n" * 60,
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_value_that_grows_without_end_is_refused(name: str) -> None:
+    with pytest.raises(AutoparError, match="a value of the script has more than 2,000,000"):
+        read_script(GROWING[name])
+
+
+ENDLESS = {
+    "itself": 'w=$(cat <<E\nbash w.sh; bash w.sh\nE\n)\necho "$w" > w.sh\nbash w.sh\n',
+    "each other": "cat <<E > a.sh\nsh a.sh; sh b.sh\nE\ncat <<E > b.sh\nsh a.sh; sh b.sh\nE\nsh a.sh\n",
+    "sed": "cat <<E > a\n" + "x" * 20000 + "\nE\n" + 'sed "s/x/xxxxxxxxxx/g" a > a\n' * 30,
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_scripts_that_run_each_other_end(name: str) -> None:
+    script = read_script(ENDLESS[name])
+    assert len(script.commands) < 50_000
+    assert all(len(text) <= 2_000_000 for text in script.files.values())
