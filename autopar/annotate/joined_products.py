@@ -13,8 +13,8 @@ def joined_outputs(node: Node, weights: Container[str]) -> float:
     """Outputs of the product of which a linear layer is a part, over its own outputs; 1.0 if it
     runs alone. `weights` names the parameters of its class.
 
-    Layers that read one input are joined if there are two of one size (gate and up), or two of one
-    size and a third that is at least as large (keys, values and queries).
+    Two layers of one size that read one input are joined, as gate and up are. So are two of one size
+    and a third that is at least as large, as keys, values and queries are.
     """
     inputs = node.args[0] if node.args else None
     if not isinstance(inputs, Node):
