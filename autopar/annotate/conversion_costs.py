@@ -69,14 +69,17 @@ def _gathered_again(local: LocalClass, name: str, readers: Sequence[AnnotatedOp]
 
 
 def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:
-    """Those of `layouts` that the sequence-parallelism pin allows for a value between segments. If
-    the pin is on, values with gradients are sharded along positions where they can be.
+    """Those of `layouts` that the sequence-parallelism pin allows for a value between segments.
+    Values with gradients are sharded along positions if it is on, and whole if it is off. Numbers,
+    such as the loss of a router, may be partial.
     """
     pin = local.setting.sequence_parallel
+    if pin is None:
+        return layouts
     positions = {x for x in layouts if local.along_positions(name, x)}
-    if pin is False:
-        return layouts - positions
-    return positions if pin and positions and local.facts.grads[name] else layouts
+    if not local.facts.grads[name] or not local.facts.tensors[name].dim():
+        return layouts if pin else layouts - positions
+    return (positions if pin else layouts & {R}) or layouts
 
 
 def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversions) -> Conversions:

@@ -241,6 +241,15 @@ def test_it_costs_what_its_ops_cost():
             )
 
 
+@pytest.mark.parametrize(("pin", "layouts"), [(True, {"S(1)"}), (False, {"R"})])
+def test_layers_hand_on_what_the_pin_of_sequence_parallelism_says(pin, layouts):
+    """Neither a shard of the features nor a partial sum, which no framework has between layers."""
+    traced = traced_of(LlamaConfig(64, 64, 3, 4, 4, 128))
+    layer = layer_of(annotated(traced, "none", True, tp=2, sequence_parallel=pin)[1])
+    handed = next(op for op in layer.ops if op.name == "output0")
+    assert {str(strategy.inputs[0]) for strategy in handed.strategies} == layouts
+
+
 def test_with_sequence_parallelism_gathers_are_made_again_and_scatters_are_not():
     traced = traced_of(LlamaConfig(64, 64, 3, 4, 4, 128))
     plain = layer_of(annotated(traced, "none", True, tp=2, sequence_parallel=True)[1])
