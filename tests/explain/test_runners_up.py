@@ -197,3 +197,35 @@ def test_tolerances_that_are_none(wrong):
         replace(
             PlanRequest(ClusterSpec.parse("cpu:1"), 1, Pins(), "fp32", False, "m"), tolerance=wrong
         )
+
+
+ODD = (None, -1, True, "x", [], {}, {"x": 1}, float("nan"))
+
+
+def test_a_damaged_runner_up_is_refused_or_said():
+    """A plan file whose runners-up or fastest plan were edited is never another error."""
+    plan = planned()
+    data = json.loads(plan.to_json())
+    proof = data["certificate"]
+    proof["meshes"], proof["ledger"] = proof["meshes"][:1], []
+    proof["runners_up"], refused = proof["runners_up"][:1], set()
+    holders = {
+        "runner-up": lambda proof: proof["runners_up"][0],
+        "mesh": lambda proof: proof["runners_up"][0]["mesh"],
+        "fastest": lambda proof: proof["fastest"],
+    }
+    proof["fastest"] = holders["runner-up"](proof)
+    for name, holder in holders.items():
+        for key in holder(proof):
+            for value in (*ODD, "removed"):
+                text = json.loads(json.dumps(data))
+                where = holder(text["certificate"])
+                where[key] = value
+                if value == "removed":
+                    del where[key]
+                try:
+                    words_of(explain(Plan.from_json(json.dumps(text))))
+                except AutoparError as error:
+                    assert "not a complete plan" in str(error)
+                    refused.add((name, key))
+    assert {("runner-up", "memory_bytes"), ("mesh", "pp"), ("fastest", "schedule")} <= refused
