@@ -34,8 +34,18 @@ _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]"
           "dict[str, int]": (dict,), "dict": (dict,)}  # fmt: skip
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """Keys, with types, that each entry of `Certificate.meshes` must have."""
-_SOLVED = {"mesh": dict, "micro_batch": int, "num_microbatches": int, "zero": int, "shard": int, "recompute": str,
-           "schedule": str, "stages_per_rank": int, "time_s": (int, float), "memory_bytes": (int, float)}  # fmt: skip
+_SOLVED: dict[str, type | tuple[type, ...]] = {
+    "mesh": dict,
+    "micro_batch": int,
+    "num_microbatches": int,
+    "zero": int,
+    "shard": int,
+    "recompute": str,
+    "schedule": str,
+    "stages_per_rank": int,
+    "time_s": (int, float),
+    "memory_bytes": (int, float),
+}
 """Keys, with types, of a plan in the certificate: the fastest one, and each runner-up."""
 _COUNTS = {"micro_batch": 1, "num_microbatches": 1, "global_batch": 1, "zero": 0, "shard": 0}
 """Integer fields of a plan, with their smallest valid values."""

@@ -87,11 +87,11 @@ def find_best(
 
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
     until = time.perf_counter() + _CHOSEN_SHARE * limits.time_s
-    if request.tolerance or request.runners_up:
+    if request.compares_plans and (request.tolerance or request.runners_up):
         limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
     likely = common_layouts(candidates, spec.topology.devices_per_node)
     found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of, likely)
-    if found.best is None or request.pin.stages is not None:
+    if found.best is None or not request.compares_plans:
         return found
     rivals = Rivals(
         groups=solved_together(candidates),

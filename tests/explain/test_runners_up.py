@@ -21,7 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.search import families
+from autopar.solve.search import families, fixed_candidates
 from autopar.solve.search.families import FAMILIES
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.workers import Team
@@ -148,8 +148,41 @@ def test_a_search_that_met_only_complicated_plans_takes_a_simpler_family(monkeyp
     plan, exact = _planned.__wrapped__(0.9, ()), _planned.__wrapped__(0.0, ())
     assert simplicity_of_plan(exact).axes == 2 and simplicity_of_plan(plan).axes == 1
     assert plan.predicted.step_time_s <= 1.9 * exact.predicted.step_time_s
+    assert plan.certificate.simpler_left == 0  # one axis is the simplest on 4 devices
     families = [e["family"] for e in plan.certificate.runners_up]
     assert len(set(families)) == len(families) and "TP" in families
+
+
+def test_simpler_plans_without_time_are_said(monkeypatch):
+    real = planner.search
+
+    def ended_early(candidates, *rest):
+        whole = real(candidates, *rest)
+        both = real([c for c in candidates if c.mesh.tp == 2 == c.mesh.dp], *rest[:-1])
+        found = {"best": both.best, "model": both.model, "origin": both.origin}
+        return replace(whole, status="feasible", **found)
+
+    monkeypatch.setattr(planner, "search", ended_early)
+    monkeypatch.setattr(planner, "_CHOSEN_SHARE", 0.0)
+    monkeypatch.setattr(planner, "simpler_of", lambda *_: None)
+    plan = _planned.__wrapped__(0.9, ())
+    assert simplicity_of_plan(plan).axes == 2 and plan.certificate.simpler_left > 0
+    assert "left without a proof" in preference_words(plan)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_pinned_stages_say_whether_time_ended_the_solver(monkeypatch, late):
+    """Simpler plans are not looked for with pinned stages, and none is said to be missing."""
+    real = fixed_candidates.solve_prepared
+
+    def solve(*args):
+        found = real(*args)
+        return replace(found, status="feasible") if late and hasattr(found, "status") else found
+
+    monkeypatch.setattr(fixed_candidates, "solve_prepared", solve)
+    plan = _planned.__wrapped__(0.02, (("pp", 2), ("stages", "even"), ("recompute", "none")))
+    assert plan.certificate.is_cut == late
+    assert plan.certificate.tolerance == 0 and preference_words(plan) == ""
 
 
 def test_equal_requests_print_equal_reports():
