@@ -65,7 +65,8 @@ class Certificate:
         simpler_left: kinds of simpler candidates in which no plan within the tolerance was found, nor excluded. Some had no time.
         runners_up: the best plan of each other family of layouts, or why it has none, a dict each.
         headroom: memory of a device that was kept free: a fraction below 1, else GiB.
-        unlimited_s: seconds of a step of this layout if no memory is kept free; None if that was not computed.
+        unlimited_s: seconds of a step on this mesh and schedule, with the best micro-batch, ZeRO stage and recomputation, if no memory is
+            kept free; None if that was not computed.
     """
 
     status: str  # 'optimal' | 'feasible'

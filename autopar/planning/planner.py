@@ -109,7 +109,7 @@ def _preferred(
     request: PlanRequest, found: SearchResult, rivals: Rivals, until: float
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
-    asks for runners-up, with them and with the time of the plan's layout on all memory. After a
+    asks for runners-up, with them and with the time of the plan's mesh on all memory. After a
     search that ended by its time limit, a runner-up may be faster than its plan, or as good and
     simpler, and takes its place. `until` is as for `Preference`.
     """
@@ -127,9 +127,9 @@ def _preferred(
         faster = with_plan(found, candidates, better, "the best of its family")
         return _preferred(request, replace(faster, fastest=None), rivals, until)
     simpler = simpler_of(others, found, request.tolerance)
-    chosen = found.best[0]
+    chosen = found.best
     if simpler is not None:
-        chosen, first = simpler.candidate, found.fastest or found.best
+        chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or found.best
         found = with_plan(found, candidates, simpler, "the simplest")
         slower = first is not None and first[1].time_s < simpler.time_s
         found = replace(found, fastest=first if slower else None)
@@ -138,7 +138,7 @@ def _preferred(
     return replace(
         found,
         runners_up=tuple(map(runner_up_data, others)),
-        unlimited_s=same_layout_s(whole, chosen),
+        unlimited_s=same_layout_s(whole, rivals.groups, candidates, chosen),
     )
 
 

@@ -224,6 +224,21 @@ def test_headroom_is_kept_and_its_price_printed():
     assert "(20.0 %) kept free" in " ".join(explain(plan).split())
 
 
+def test_the_price_of_headroom_is_that_of_the_best_micro_batch():
+    t = task(MODEL, CLUSTER, 8, 64)
+    tight, pins = t.cluster.with_memory(5 * 2**29), Pins.of({"tp": 1, "pp": 1})
+    kept, whole = (
+        api.plan_traced(
+            t.traced,
+            PlanRequest(tight.kept_free(share), 512, pins, "bf16", False, MODEL, runners_up=True),
+        )
+        for share in (0.2, 0.0)
+    )
+    assert kept.mesh == whole.mesh and kept.micro_batch < whole.micro_batch
+    assert kept.certificate.unlimited_s == pytest.approx(whole.predicted.step_time_s, rel=1e-3)
+    assert whole.certificate.unlimited_s == whole.predicted.step_time_s
+
+
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, float("nan")])
 def test_tolerances_that_are_none(wrong):
     with pytest.raises(AutoparError, match="must be a fraction from 0"):

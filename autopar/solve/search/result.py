@@ -50,7 +50,7 @@ class SearchResult:
     glances_s: tuple[float, ...] = ()  # for each candidate, its first bound; infinite without one
     cells: dict[Hashable, Cell] = field(default_factory=dict, repr=False, compare=False)
     runners_up: tuple[dict, ...] = ()  # for `Certificate.runners_up`
-    unlimited_s: float | None = None  # time of the chosen layout with all memory of a device
+    unlimited_s: float | None = None  # time on the chosen mesh with all memory of a device
 
     @property
     def fastest_s(self) -> float:
