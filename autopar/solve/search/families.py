@@ -179,8 +179,8 @@ def same_layout_s(
     chosen: tuple[Candidate, Solution],
 ) -> float:
     """Step seconds of the fastest plan found in the restager's memory with the mesh and schedule of
-    `chosen`; those of `chosen` if none is faster. Micro-batch, ZeRO stage and recompute modes are free.
-    `groups` are indices of `candidates` that are solved together.
+    `chosen`; those of `chosen` if none is faster. Micro-batch, ZeRO stage and recompute modes are
+    free. `groups` are indices of `candidates` that are solved together.
     """
     candidate, solution = chosen
     (own,) = parts_of([candidate]).schedules
