@@ -126,12 +126,14 @@ def _preferred(
     if better is not None and (1 + request.tolerance) * better.time_s < found.best[1].time_s:
         faster = with_plan(found, candidates, better, "the best of its family")
         return _preferred(request, replace(faster, fastest=None), rivals, until)
+    chosen, first = found.best, found.fastest or found.best
+    if better is not None and found.status != "optimal" and better.time_s < first[1].time_s:
+        found = replace(found, fastest=others[0].plan)
     simpler = simpler_of(others, found, request.tolerance)
-    chosen = found.best
     if simpler is not None:
-        chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or found.best
+        chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or chosen
         found = with_plan(found, candidates, simpler, "the simplest")
-        slower = first is not None and first[1].time_s < simpler.time_s
+        slower = first[1].time_s < simpler.time_s
         found = replace(found, fastest=first if slower else None)
         others = rivals.runners_up(found)
     whole = replace(restager, capacity_bytes=memory_bytes)

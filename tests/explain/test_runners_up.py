@@ -153,6 +153,25 @@ def test_a_search_that_met_only_complicated_plans_takes_a_simpler_family(monkeyp
     assert len(set(families)) == len(families) and "TP" in families
 
 
+def test_a_faster_runner_up_is_the_fastest_plan_that_was_found(monkeypatch):
+    real = planner.search
+
+    def ended_early(candidates, *rest):
+        whole = real(candidates, *rest)
+        slow = real([c for c in candidates if c.mesh.tp == 4], *rest[:-1])
+        unknown = tuple(entry | {"bound_s": 0.0} for entry in whole.outcomes)
+        found = {"best": slow.best, "model": slow.model, "origin": slow.origin, "outcomes": unknown}
+        return replace(whole, status="feasible", **found)
+
+    monkeypatch.setattr(planner, "search", ended_early)
+    plan = _planned.__wrapped__(0.9, ())
+    proof = plan.certificate
+    first = proof.runners_up[0]
+    assert simplicity_of_plan(plan).axes == 1 and first["time_s"] < plan.predicted.step_time_s
+    assert proof.fastest["time_s"] == first["time_s"] == proof.fastest_s
+    assert "fastest plan that was found is" in preference_words(plan) or proof.gap <= 1e-3
+
+
 def test_simpler_plans_without_time_are_said(monkeypatch):
     real = planner.search
 
