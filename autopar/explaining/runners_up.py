@@ -95,4 +95,4 @@ def optimum_words(plan: Plan) -> str:
 def _left_words(plan: Plan) -> str:
     # not how many: bounds that exclude a class depend on which process found a plan first
     left = plan.certificate.simpler_left
-    return " (some simpler ones were tried without a proof)" if left else ""
+    return " (some simpler ones are left without a proof)" if left else ""

@@ -16,8 +16,8 @@ from autopar_cost_models import OFFLOADS, check_schedule
 from autopar_cost_models.checks import finite
 
 from autopar.errors import shown
-from autopar.ir.mesh import LAYOUT_AXES, MOST, MeshShape
-from autopar.ir.plan_fields import PlanFields
+from autopar.ir.mesh import AXES, LAYOUT_AXES, MOST, MeshShape
+from autopar.ir.plan_fields import Certificate, PlanFields
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -34,6 +34,19 @@ _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]"
           "dict[str, int]": (dict,), "dict": (dict,)}  # fmt: skip
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
 """Keys, with types, that each entry of `Certificate.meshes` must have."""
+_SOLVED: dict[str, type | tuple[type, ...]] = {
+    "mesh": dict,
+    "micro_batch": int,
+    "num_microbatches": int,
+    "zero": int,
+    "shard": int,
+    "recompute": str,
+    "schedule": str,
+    "stages_per_rank": int,
+    "time_s": (int, float),
+    "memory_bytes": (int, float),
+}
+"""Keys, with types, of a plan in the certificate: the fastest one, and each runner-up."""
 _COUNTS = {"micro_batch": 1, "num_microbatches": 1, "global_batch": 1, "zero": 0, "shard": 0}
 """Integer fields of a plan, with their smallest valid values."""
 CLOSE = 1e-6
@@ -233,8 +246,11 @@ def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
         for name in ("step_time_s", "tokens_per_s", "mfu", "host_bytes")
     )
     yield from (
-        (name, getattr(proof, name)) for name in ("objective_s", "bound_s", "gap", "solve_time_s")
+        (name, getattr(proof, name))
+        for name in ("objective_s", "bound_s", "gap", "solve_time_s", "headroom", "simpler_left")
     )
+    if proof.unlimited_s is not None:
+        yield "unlimited_s", proof.unlimited_s
     yield from ((f"breakdown {part}", seconds) for part, seconds in predicted.breakdown.items())
     yield from ((f"memory {part}", size) for part, size in predicted.memory.items())
     yield from ((f"details {part}", seconds) for part, seconds in predicted.details.items())
@@ -254,6 +270,7 @@ def _check_certificate(plan: PlanFields) -> None:
         raise ValueError(
             f"status of the certificate is {shown(proof.status)}; optimal and feasible are known"
         )
+    _check_other_plans(proof)
     if not 0 <= proof.tolerance < 1:
         raise ValueError(f"tolerance={shown(proof.tolerance)} is no fraction from 0 to below 1")
     if proof.bound_s > proof.objective_s * (1 + CLOSE):
@@ -288,6 +305,37 @@ def _check_certificate(plan: PlanFields) -> None:
                 raise ValueError(
                     f"{name} in the certificate's ledger is {shown(value)}, which is no number"
                 )
+
+
+def _check_other_plans(proof: Certificate) -> None:
+    """Raise ValueError unless the fastest plan and each runner-up of a certificate have the fields
+    that reports read. The fastest may be {}, and a runner-up without a plan has the time None.
+    """
+    others: list[tuple[str, Any]] = [("the fastest plan", proof.fastest)] if proof.fastest else []
+    for entry in proof.runners_up:
+        if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
+            raise ValueError(f"a runner-up of the certificate is {shown(entry)}")
+        if "time_s" not in entry:
+            raise ValueError(f"time_s of runner-up {shown(entry['family'])} is missing")
+        if entry["time_s"] is not None:
+            others.append((f"runner-up {shown(entry['family'])}", entry))
+    for what, entry in others:
+        for name, kind in _SOLVED.items():
+            value = entry.get(name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"{name} of {what} is {shown(value)}")
+        breakdown = entry.get("breakdown") or {}
+        if not isinstance(breakdown, dict):
+            raise ValueError(f"breakdown of {what} is {shown(breakdown)}")
+        numbers = {name: entry[name] for name in ("time_s", "memory_bytes")} | breakdown
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
+                raise ValueError(f"{name} of {what} is {shown(value)}, which is no number")
+            if value < 0 or (value == 0 and name == "time_s"):
+                raise ValueError(f"{name} of {what} is {shown(value)}, which no plan takes")
+        if missing := [axis for axis in AXES if axis not in entry["mesh"]]:
+            raise ValueError(f"the mesh of {what} lacks {missing[0]}")
+        made(MeshShape, entry["mesh"], f"the mesh of {what}")
 
 
 def _listed(axes: Iterable[str]) -> str:

@@ -58,13 +58,15 @@ class Certificate:
         solve_time_s: seconds of the search.
         ledger: what the objective is made of, for `recheck/audit.py`.  It has an entry for each block, in order, and one for each edge
             between blocks on which a layout changes.
-        tolerance: the fraction by which the plan may take longer than the fastest, to be simpler.
+        tolerance: the fraction by which the plan may take longer than the fastest, to be simpler.  0 if simpler plans were not looked
+            for, as on devices of several kinds or with pinned stages.
         fastest: the choices, `time_s` and `memory_bytes` of the fastest plan that was found, if this one is a simpler one; else {}.
             `gap` and `status` are then those of the fastest.
-        simpler_left: kinds of simpler candidates in which no plan within the tolerance was found, nor excluded.
+        simpler_left: kinds of simpler candidates in which no plan within the tolerance was found, nor excluded. Some had no time.
         runners_up: the best plan of each other family of layouts, or why it has none, a dict each.
         headroom: memory of a device that was kept free: a fraction below 1, else GiB.
-        unlimited_s: seconds of a step of this layout if no memory is kept free; None if that was not computed.
+        unlimited_s: seconds of a step on this mesh and schedule, with the best micro-batch, ZeRO stage and recomputation, if no memory is
+            kept free; None if that was not computed.
     """
 
     status: str  # 'optimal' | 'feasible'

@@ -36,6 +36,7 @@ from autopar.solve.costs.pipeline_cost import host_bytes
 from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.result import SearchResult, outcome_data
+from autopar.solve.search.simplest import candidate_simplicity
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads unless pinned; cp {long}; "
@@ -90,7 +91,7 @@ def make_plan(
         precision=request.precision,
         blocks=tuple(_blocks(model, origin, found.best, traced, fixed)),
         predicted=prediction,
-        certificate=_certificate(found, solution, model, request, traced),
+        certificate=_certificate(found, candidate, solution, model, request, traced),
         model_name=request.model_name,
         model_hash=traced.model_hash,
         cluster_name=request.cluster.name,
@@ -189,11 +190,13 @@ def _space(request: PlanRequest, traced: TracedModel) -> str:
 
 def _certificate(
     found: SearchResult,
+    candidate: Candidate,
     solution: Solution,
     model: AnnotatedModel,
     request: PlanRequest,
     traced: TracedModel,
 ) -> Certificate:
+    simplicity = candidate_simplicity(candidate)
     return Certificate(
         status=found.status,
         objective_s=solution.time_s,
@@ -203,9 +206,9 @@ def _certificate(
         meshes=tuple(found.outcomes),
         solve_time_s=found.solve_time_s,
         ledger=_ledgers(model, found.groups, solution.choices),
-        tolerance=request.tolerance,
+        tolerance=request.tolerance if request.compares_plans else 0.0,
         fastest=_fastest(found),
-        simpler_left=found.simpler_left,
+        simpler_left=sum(kind < simplicity for kind in found.simpler_left),
         runners_up=found.runners_up,
         headroom=max(group.headroom or 0.0 for group in request.cluster.groups),
         unlimited_s=found.unlimited_s,

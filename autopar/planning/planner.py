@@ -87,11 +87,11 @@ def find_best(
 
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
     until = time.perf_counter() + _CHOSEN_SHARE * limits.time_s
-    if request.tolerance or request.runners_up:
+    if request.compares_plans and (request.tolerance or request.runners_up):
         limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
     likely = common_layouts(candidates, spec.topology.devices_per_node)
     found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of, likely)
-    if found.best is None or request.pin.stages is not None:
+    if found.best is None or not request.compares_plans:
         return found
     rivals = Rivals(
         groups=solved_together(candidates),
@@ -109,7 +109,7 @@ def _preferred(
     request: PlanRequest, found: SearchResult, rivals: Rivals, until: float
 ) -> SearchResult:
     """The result of a search with the simplest plan within the request's tolerance. If the request
-    asks for runners-up, with them and with the time of the plan's layout on all memory. After a
+    asks for runners-up, with them and with the time of the plan's mesh on all memory. After a
     search that ended by its time limit, a runner-up may be faster than its plan, or as good and
     simpler, and takes its place. `until` is as for `Preference`.
     """
@@ -126,19 +126,21 @@ def _preferred(
     if better is not None and (1 + request.tolerance) * better.time_s < found.best[1].time_s:
         faster = with_plan(found, candidates, better, "the best of its family")
         return _preferred(request, replace(faster, fastest=None), rivals, until)
+    chosen, first = found.best, found.fastest or found.best
+    if better is not None and found.status != "optimal" and better.time_s < first[1].time_s:
+        found = replace(found, fastest=others[0].plan)
     simpler = simpler_of(others, found, request.tolerance)
-    chosen = found.best[0]
     if simpler is not None:
-        chosen, first = simpler.candidate, found.fastest or found.best
+        chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or chosen
         found = with_plan(found, candidates, simpler, "the simplest")
-        slower = first is not None and first[1].time_s < simpler.time_s
+        slower = first[1].time_s < simpler.time_s
         found = replace(found, fastest=first if slower else None)
         others = rivals.runners_up(found)
     whole = replace(restager, capacity_bytes=memory_bytes)
     return replace(
         found,
         runners_up=tuple(map(runner_up_data, others)),
-        unlimited_s=same_layout_s(whole, chosen),
+        unlimited_s=same_layout_s(whole, rivals.groups, candidates, chosen),
     )
 
 

@@ -77,6 +77,13 @@ class PlanRequest:
         """Whether the cluster has devices of several kinds."""
         return len(self.cluster.groups) > 1
 
+    @property
+    def compares_plans(self) -> bool:
+        """Whether simpler plans and runners-up can be looked for after the search: not on devices
+        of several kinds, nor with pinned stages.
+        """
+        return not self.is_mixed and self.pin.stages is None
+
 
 def choose_precision(cluster: Cluster) -> str:
     """The default precision for an fp32 model: bf16 on GPUs, fp16 if one of them has no bf16, fp32

@@ -21,7 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.search import families
+from autopar.solve.search import families, fixed_candidates
 from autopar.solve.search.families import FAMILIES
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.workers import Team
@@ -148,8 +148,60 @@ def test_a_search_that_met_only_complicated_plans_takes_a_simpler_family(monkeyp
     plan, exact = _planned.__wrapped__(0.9, ()), _planned.__wrapped__(0.0, ())
     assert simplicity_of_plan(exact).axes == 2 and simplicity_of_plan(plan).axes == 1
     assert plan.predicted.step_time_s <= 1.9 * exact.predicted.step_time_s
+    assert plan.certificate.simpler_left == 0  # one axis is the simplest on 4 devices
     families = [e["family"] for e in plan.certificate.runners_up]
     assert len(set(families)) == len(families) and "TP" in families
+
+
+def test_a_faster_runner_up_is_the_fastest_plan_that_was_found(monkeypatch):
+    real = planner.search
+
+    def ended_early(candidates, *rest):
+        whole = real(candidates, *rest)
+        slow = real([c for c in candidates if c.mesh.tp == 4], *rest[:-1])
+        unknown = tuple(entry | {"bound_s": 0.0} for entry in whole.outcomes)
+        found = {"best": slow.best, "model": slow.model, "origin": slow.origin, "outcomes": unknown}
+        return replace(whole, status="feasible", **found)
+
+    monkeypatch.setattr(planner, "search", ended_early)
+    plan = _planned.__wrapped__(0.9, ())
+    proof = plan.certificate
+    first = proof.runners_up[0]
+    assert simplicity_of_plan(plan).axes == 1 and first["time_s"] < plan.predicted.step_time_s
+    assert proof.fastest["time_s"] == first["time_s"] == proof.fastest_s
+    assert "fastest plan that was found is" in preference_words(plan) or proof.gap <= 1e-3
+
+
+def test_simpler_plans_without_time_are_said(monkeypatch):
+    real = planner.search
+
+    def ended_early(candidates, *rest):
+        whole = real(candidates, *rest)
+        both = real([c for c in candidates if c.mesh.tp == 2 == c.mesh.dp], *rest[:-1])
+        found = {"best": both.best, "model": both.model, "origin": both.origin}
+        return replace(whole, status="feasible", **found)
+
+    monkeypatch.setattr(planner, "search", ended_early)
+    monkeypatch.setattr(planner, "_CHOSEN_SHARE", 0.0)
+    monkeypatch.setattr(planner, "simpler_of", lambda *_: None)
+    plan = _planned.__wrapped__(0.9, ())
+    assert simplicity_of_plan(plan).axes == 2 and plan.certificate.simpler_left > 0
+    assert "left without a proof" in preference_words(plan)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_pinned_stages_say_whether_time_ended_the_solver(monkeypatch, late):
+    """Simpler plans are not looked for with pinned stages, and none is said to be missing."""
+    real = fixed_candidates.solve_prepared
+
+    def solve(*args):
+        found = real(*args)
+        return replace(found, status="feasible") if late and hasattr(found, "status") else found
+
+    monkeypatch.setattr(fixed_candidates, "solve_prepared", solve)
+    plan = _planned.__wrapped__(0.02, (("pp", 2), ("stages", "even"), ("recompute", "none")))
+    assert plan.certificate.is_cut == late
+    assert plan.certificate.tolerance == 0 and preference_words(plan) == ""
 
 
 def test_equal_requests_print_equal_reports():
@@ -191,9 +243,56 @@ def test_headroom_is_kept_and_its_price_printed():
     assert "(20.0 %) kept free" in " ".join(explain(plan).split())
 
 
+def test_the_price_of_headroom_is_that_of_the_best_micro_batch():
+    t = task(MODEL, CLUSTER, 8, 64)
+    tight, pins = t.cluster.with_memory(5 * 2**29), Pins.of({"tp": 1, "pp": 1})
+    kept, whole = (
+        api.plan_traced(
+            t.traced,
+            PlanRequest(tight.kept_free(share), 512, pins, "bf16", False, MODEL, runners_up=True),
+        )
+        for share in (0.2, 0.0)
+    )
+    assert kept.mesh == whole.mesh and kept.micro_batch < whole.micro_batch
+    assert kept.certificate.unlimited_s == pytest.approx(whole.predicted.step_time_s, rel=1e-3)
+    assert whole.certificate.unlimited_s == whole.predicted.step_time_s
+
+
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, float("nan")])
 def test_tolerances_that_are_none(wrong):
     with pytest.raises(AutoparError, match="must be a fraction from 0"):
         replace(
             PlanRequest(ClusterSpec.parse("cpu:1"), 1, Pins(), "fp32", False, "m"), tolerance=wrong
         )
+
+
+ODD = (None, -1, True, "x", [], {}, {"x": 1}, float("nan"))
+
+
+def test_a_damaged_runner_up_is_refused_or_said():
+    """A plan file whose runners-up or fastest plan were edited is never another error."""
+    plan = planned()
+    data = json.loads(plan.to_json())
+    proof = data["certificate"]
+    proof["meshes"], proof["ledger"] = proof["meshes"][:1], []
+    proof["runners_up"], refused = proof["runners_up"][:1], set()
+    holders = {
+        "runner-up": lambda proof: proof["runners_up"][0],
+        "mesh": lambda proof: proof["runners_up"][0]["mesh"],
+        "fastest": lambda proof: proof["fastest"],
+    }
+    proof["fastest"] = holders["runner-up"](proof)
+    for name, holder in holders.items():
+        for key in holder(proof):
+            for value in (*ODD, "removed"):
+                text = json.loads(json.dumps(data))
+                where = holder(text["certificate"])
+                where[key] = value
+                if value == "removed":
+                    del where[key]
+                try:
+                    words_of(explain(Plan.from_json(json.dumps(text))))
+                except AutoparError as error:
+                    assert "not a complete plan" in str(error)
+                    refused.add((name, key))
+    assert {("runner-up", "memory_bytes"), ("mesh", "pp"), ("fastest", "schedule")} <= refused

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -172,12 +172,26 @@ def simpler_of(
     return near[ranked[0][2]] if ranked and ranked[0][0] < own else None
 
 
-def same_layout_s(restager: Restager, chosen: Candidate) -> float | None:
-    """Step seconds of the fastest plan found with the mesh, micro-batch, ZeRO stage and schedule of
-    `chosen`, in the restager's memory and any recompute modes; None if there is none.
+def same_layout_s(
+    restager: Restager,
+    groups: Sequence[Sequence[int]],
+    candidates: Sequence[Candidate],
+    chosen: tuple[Candidate, Solution],
+) -> float:
+    """Step seconds of the fastest plan found in the restager's memory with the mesh and schedule of
+    `chosen`; those of `chosen` if none is faster. Micro-batch, ZeRO stage and recompute modes are
+    free. `groups` are indices of `candidates` that are solved together.
     """
-    best, _ = fastest(restager, [parts_of([chosen])], inf)
-    return None if best is None else best.time_s
+    candidate, solution = chosen
+    (own,) = parts_of([candidate]).schedules
+    parts = []
+    for group in groups:
+        alike = [candidates[number] for number in group]
+        alike = [one for one in alike if (one.mesh, one.shard) == (candidate.mesh, candidate.shard)]
+        if alike and own in (part := parts_of(alike)).schedules:
+            parts.append(replace(part, schedules=(own,)))
+    best, _ = fastest(restager, parts, solution.time_s)
+    return solution.time_s if best is None else best.time_s
 
 
 def _best_of(restager: Restager, *several: Sequence[Part]) -> tuple[Restaged | None, int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.solve.costs.pipeline_cost import pipelined
 from autopar.solve.integer_program.lp_relaxation import quick_memory_bound, quick_time_bound
 from autopar.solve.integer_program.placement_solver import (
@@ -58,8 +59,11 @@ def solve_fixed(
     bound_s = max(entry.bound_s, found.bound_s / entry.ranks)
     if isinstance(found, Infeasible):
         outcome = {"bound": "pruned", "time limit": "unexplored"}.get(found.reason, "infeasible")
-        entry.close(outcome, found.detail, inf if outcome == "infeasible" else bound_s)
+        reason = OUT_OF_TIME if found.reason == "time limit" else found.detail
+        entry.close(outcome, reason, inf if outcome == "infeasible" else bound_s)
         return False
+    # only the time limit ends the solver before it proves its placement
+    reason = "solved" if found.status == "optimal" else OUT_OF_TIME
     found = replace(found, bound_s=found.bound_s / entry.ranks)
     if model.pipeline is not None:
         found = replace(found, pipelined=pipelined(model, found.choices), status="feasible")
@@ -67,7 +71,7 @@ def solve_fixed(
     if capacity_bytes is not None and found.memory_bytes > capacity_bytes:
         entry.close("too large", f"its fullest rank needs {found.memory_bytes} bytes", bound_s)
         return False
-    entry.close("solved", found.status, bound_s)
+    entry.close("solved", reason, bound_s)
     return _keep_if_best(state, entry, found)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.simplicity import Simplicity
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import INFINITE, Candidate
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution
@@ -45,11 +46,11 @@ class SearchResult:
         AnnotatedModel, ...
     ] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
     fastest: tuple[Candidate, Solution] | None = None  # if `best` is a simpler one (`simplest.py`)
-    simpler_left: int = 0  # simpler kinds of candidates without a plan, but also without a proof
+    simpler_left: tuple[Simplicity, ...] = ()  # simpler kinds of candidates without plan and proof
     glances_s: tuple[float, ...] = ()  # for each candidate, its first bound; infinite without one
     cells: dict[Hashable, Cell] = field(default_factory=dict, repr=False, compare=False)
     runners_up: tuple[dict, ...] = ()  # for `Certificate.runners_up`
-    unlimited_s: float | None = None  # time of the chosen layout with all memory of a device
+    unlimited_s: float | None = None  # time on the chosen mesh with all memory of a device
 
     @property
     def fastest_s(self) -> float:

@@ -9,12 +9,13 @@ one that leaves memory free. Classes after that are not looked at.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf
 
+from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.ir.simplicity import FREE_SHARE, Simplicity, simplicity_of
 from autopar.solve.costs.candidate import MIXED, Candidate
 from autopar.solve.costs.schedule import Schedule
@@ -67,26 +68,28 @@ class Preference:
         if found.best is None or self.tolerance <= 0:
             return found
         proved = found.status == "optimal"
-        (candidate, solution), left = found.best, 0
+        candidate, solution = found.best
         own = candidate_simplicity(candidate, self._is_crowded(solution.memory_bytes))
         limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
-        offers = [
+        known = [
             offer
             for place, group in enumerate(_as_simple(groups, candidates))
-            # a search that had no time for candidates has the bound 0
-            if (least_s := _least_s(found, group)) <= limit_s and (proved or least_s > 0)
+            if (least_s := _least_s(found, group)) <= limit_s
             for offer in _offers(place, [candidates[n] for n in group], least_s)
             if offer.simplicity <= bare
         ]
+        # a search that had no time for candidates has the bound 0
+        offers = [offer for offer in known if proved or offer.bound_s > 0]
+        left = {offer.simplicity for offer in known if not proved and offer.bound_s <= 0}
         offers.sort(key=lambda offer: (offer.simplicity, offer.place))
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
-            open_ = [
-                offer
-                for offer in alike
-                if (proved or time.perf_counter() < self.until)
-                and self._bound_s(offer, limit_s, bounds_s) < limit_s
-            ]
+            open_ = []
+            for offer in alike:
+                if not proved and time.perf_counter() >= self.until:
+                    left.add(simplicity)
+                elif self._bound_s(offer, limit_s, bounds_s) < limit_s:
+                    open_.append(offer)
             is_own = simplicity == bare
             within_s = (1 + (self._share(found) if is_own else self.tolerance)) * solution.time_s
             parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
@@ -97,11 +100,11 @@ class Preference:
             if held is not None and self._is_crowded(held.memory_bytes):
                 best = self._roomier([offer.part for offer in open_], limit_s) or best
             if best is not None:
-                return replace(
-                    with_plan(found, candidates, best, "the simplest"), simpler_left=left
-                )
-            left += unsettled > 0
-        return replace(found, simpler_left=left)
+                simplest = with_plan(found, candidates, best, "the simplest")
+                return replace(simplest, simpler_left=_below(left, simplicity))
+            if unsettled:
+                left.add(simplicity)
+        return replace(found, simpler_left=_below(left, bare))
 
     @staticmethod
     def _share(found: SearchResult) -> float:
@@ -158,6 +161,11 @@ def fastest(
         if found is not None:
             best, upper_bound_s = found, found.time_s
     return best, unsettled
+
+
+def _below(kinds: Iterable[Simplicity], simplicity: Simplicity) -> tuple[Simplicity, ...]:
+    """Those of `kinds` that are simpler than `simplicity`, in order."""
+    return tuple(sorted(kind for kind in kinds if kind < simplicity))
 
 
 def _is_better(best: Restaged | None, found: SearchResult) -> bool:
@@ -233,9 +241,11 @@ def with_plan(
     (model,) = best.staged.models
     for number, candidate in enumerate(candidates):
         if _is_of(best.candidate, candidate):
-            bound_s = outcomes[number]["bound_s"] or 0.0
+            known = outcomes[number]
+            # a search that time cut short stays one
+            why = OUT_OF_TIME if known["reason"] == OUT_OF_TIME else reason
             outcomes[number] = outcome_data(
-                best.candidate, best.staged.solution, "chosen", bound_s, reason
+                best.candidate, best.staged.solution, "chosen", known["bound_s"] or 0.0, why
             )
     return replace(
         found,
