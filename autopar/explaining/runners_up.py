@@ -17,7 +17,7 @@ _EQUAL = 5e-4
 """Fraction of a step below which a runner-up is said to be as fast."""
 
 
-RUNNER_UP_COLUMNS = ("family", "best plan", "step time", "longer", "memory", "why")
+RUNNER_UP_COLUMNS = ("family", "best found", "step time", "longer", "memory", "why")
 """The columns of `runner_up_rows`, of which 2, 3 and 4 are numbers."""
 
 
