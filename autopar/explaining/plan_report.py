@@ -228,7 +228,10 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
     if cluster and len(cluster.groups) == 1 and (known := evidence(plan, cluster.device.name)):
         yield "such predictions", str(known)
     yield f"{plan.made_for.rows} per second", f"{predicted.tokens_per_s:,.0f}"
-    yield "model FLOPs utilization", f"{percent(predicted.mfu)} (attention counts half where it is causal)"
+    yield (
+        "model FLOPs utilization",
+        f"{percent(predicted.mfu)} (attention counts half where it is causal)",
+    )
     if cluster:
         peak, capacity = fullest_rank(plan, cluster)
         share = f" of {gib(capacity)} ({percent(peak / capacity)})"
