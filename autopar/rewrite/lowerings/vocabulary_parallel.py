@@ -6,6 +6,7 @@ table nor the logits are ever gathered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import autopar_kernels.losses  # noqa: F401 (registers ops)
@@ -107,14 +108,13 @@ def vocab_parallel_statistics(
     logits are (..., local vocab); target is (...) with whole class indices; weight is (vocab,). The
     result is () for 'sum' or (...) for 'none', replicated.
     """
-    group = axis_group(axis)
-    start, length = shard_extent(vocab, group.size, group.index)
     smooth = label_smoothing > 0
-    if length:
-        own = _kernels.cross_entropy_local(logits.detach(), target, weight, start, smooth, soft_cap)
-    else:
-        own = _statistics_of_none(logits, target, start, smooth)
-    merged = _kernels.cross_entropy_merge(_gathered(own, group))
+
+    def own_of(first: int) -> Tensor:
+        rows = logits.detach()
+        return _kernels.cross_entropy_local(rows, target, weight, first, smooth, soft_cap)
+
+    start, merged = _merged_statistics(logits, target, axis, vocab, smooth, own_of)
     loss, _ = _kernels.cross_entropy_merged(
         logits,
         target,
@@ -152,16 +152,14 @@ def vocab_parallel_linear_loss(
     indices; class_weight is (vocab,). The result is () for 'sum' or (...) for 'none', replicated.
     The gradient of hidden is Partial over `axis`.
     """
-    group = axis_group(axis)
-    start, length = shard_extent(vocab, group.size, group.index)
     smooth = label_smoothing > 0
-    if length:
-        own = _kernels.linear_cross_entropy_local(
-            hidden.detach(), weight.detach(), target, class_weight, start, smooth, soft_cap, chunk
+
+    def own_of(first: int) -> Tensor:
+        return _kernels.linear_cross_entropy_local(
+            hidden.detach(), weight.detach(), target, class_weight, first, smooth, soft_cap, chunk
         )
-    else:
-        own = _statistics_of_none(hidden, target, start, smooth)
-    merged = _kernels.cross_entropy_merge(_gathered(own, group))
+
+    start, merged = _merged_statistics(hidden, target, axis, vocab, smooth, own_of)
     loss, _ = _kernels.linear_cross_entropy_merged(
         hidden,
         weight,
@@ -177,6 +175,23 @@ def vocab_parallel_linear_loss(
         chunk=chunk,
     )
     return loss.sum() if reduction == "sum" else loss
+
+
+def _merged_statistics(
+    like: Tensor,
+    target: Tensor,
+    axis: str,
+    vocab: int,
+    smooth: bool,
+    own_of: Callable[[int], Tensor],
+) -> tuple[int, Tensor]:
+    """(the first class of this rank, the statistics of each token merged over all ranks of `axis`).
+    `own_of` makes those of this rank's classes from the first of them. `like` has the device.
+    """
+    group = axis_group(axis)
+    start, length = shard_extent(vocab, group.size, group.index)
+    own = own_of(start) if length else _statistics_of_none(like, target, start, smooth)
+    return start, _kernels.cross_entropy_merge(_gathered(own, group))
 
 
 def _statistics_of_none(like: Tensor, target: Tensor, start: int, smooth: bool) -> Tensor:
