@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import rows_of
-from autopar_kernels.losses import REDUCTIONS
+from autopar_kernels.losses import reduced
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
@@ -243,8 +243,6 @@ def linear_cross_entropy(
     Raises:
         ValueError: the reduction is unknown, chunk is less than 1, or a shape does not fit.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     if chunk < 1:
         raise ValueError(f"chunk={chunk} tokens; use 1 or more")
     statistics = _OPS.linear_cross_entropy_local(
@@ -255,9 +253,7 @@ def linear_cross_entropy(
         *(hidden, weight, target, statistics, class_weight, 0, None),
         *(ignore_index, label_smoothing, z_loss, soft_cap, chunk),
     )
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / scales.sum()
+    return reduced(loss, scales, reduction)
 
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor target"

@@ -301,6 +301,19 @@ def cross_entropy_merged(
     return loss.view(target.shape), scales.view(target.shape)
 
 
+def reduced(loss: Tensor, scales: Tensor, reduction: str) -> Tensor:
+    """`reduction` of the rows' losses: themselves, their sum, or that over the sum of `scales`.
+
+    Raises:
+        ValueError: the reduction is unknown.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / scales.sum()
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -330,17 +343,13 @@ def cross_entropy(
     Raises:
         ValueError: the reduction is unknown or a shape does not fit.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     statistics = _OPS.cross_entropy_local(
         logits.detach(), target, weight, 0, label_smoothing > 0, soft_cap
     )
     loss, scales = cross_entropy_merged(
         logits, target, statistics, weight, 0, None, ignore_index, label_smoothing, z_loss, soft_cap
     )
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / scales.sum()
+    return reduced(loss, scales, reduction)
 
 
 register_pass(
