@@ -16,6 +16,8 @@ from autopar.ir.quantities import quantity
 
 MOST_HEADROOM_GIB = 2**20
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
+_RETIRED_KEYS = ("tile_s",)
+"""Keys of devices in files of earlier versions, which are ignored."""
 
 
 def default_links(
@@ -79,6 +81,7 @@ def device_from(what: str, data: dict) -> Device:
 
     Raises AutoparError for an unknown or missing key, and ValueError for a wrong value.
     """
+    data = {key: value for key, value in data.items() if key not in _RETIRED_KEYS}
     check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
     defaults = {
         "launch_s": 0.0,
@@ -129,7 +132,7 @@ _AS_RELATIVE = (
         "launch_s",
         "reserved_bytes",
     ),
-    *("tile_s", "compute_units", "generation"),
+    *("compute_units", "generation"),
 )
 """Fields of a device that a file may leave out, and that its nearest relative then decides."""
 

@@ -13,7 +13,7 @@ from autopar_cost_models.constants import DISPATCH_S, FP8_ROWWISE_RATE, OWN_OP_I
 from autopar_cost_models.memory_error import SPREAD
 
 from autopar.predict.defaults import TIED_TOLERANCE
-from autopar.request.frameworks import EAGER_ISSUE_S, ROUTING_OPERATIONS
+from autopar.request.frameworks import EAGER_ISSUE_S, NETWORK_SLOWS_HOST, ROUTING_OPERATIONS
 from autopar.text.tables import grid
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ CONSTANTS: tuple[Constant, ...] = (
     _fitted("fp8_efficiency"),
     _fitted("attention_efficiency"),
     _fitted("hbm_efficiency"),
-    _fitted("tile_s"),
     _fitted("launch_s"),
     _fitted("deepspeed_pass_s"),
     _fitted("intra_efficiency"),
@@ -56,6 +55,7 @@ CONSTANTS: tuple[Constant, ...] = (
     Constant("SPREAD", SPREAD, "fit: memory of nanotron's runs of the ultra-scale playbook"),
     Constant("FP8_ROWWISE_RATE", FP8_ROWWISE_RATE, "fit: two runs of torchtitan, commit 7a04053"),
     Constant("EAGER_ISSUE_S", EAGER_ISSUE_S, "fit: step times of nanotron with one sequence"),
+    Constant("NETWORK_SLOWS_HOST", NETWORK_SLOWS_HOST, "fit: step times of nanotron on 2 nodes, with few sequences"),
     Constant("ROUTING_OPERATIONS", ROUTING_OPERATIONS, "fit: step times of Qwen3 30B with one sequence"),
     Constant("TIED_TOLERANCE", TIED_TOLERANCE, "assumed: how far a published number of parameters may be off"),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from autopar.predict.score import GROUPINGS, mape, mean
 
 FREE = (
     "ampere_efficiency", "hopper_efficiency", "blackwell_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency",
-    "tile_s", "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown", "deepspeed_pass_s",
+    "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown", "deepspeed_pass_s",
 )  # fmt: skip
 """The constants that affect step times, and are fitted."""
 

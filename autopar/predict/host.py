@@ -71,4 +71,12 @@ def _host_s(block: AnnotatedBlock, setting: Setting) -> float:
         op.strategies[0].forward_dispatch_s + op.strategies[0].backward_dispatch_s for op in issued
     )
     issue_s = device.issue_s if software.issue_s is None else software.issue_s
+    if setting.mesh.tp > 1 and _between_nodes(setting):
+        issue_s *= 1 + software.network_slows_host * setting.mesh.tp
     return seconds * issue_s / device.issue_s + len(experts) * software.routing_operations * issue_s
+
+
+def _between_nodes(setting: Setting) -> bool:
+    """Whether a pipeline has neighbouring ranks on different nodes."""
+    mesh, per_node = setting.mesh, setting.cluster.topology.devices_per_node
+    return mesh.pp > 1 and mesh.pp * mesh.stride("pp") > per_node

@@ -42,6 +42,15 @@ autograd besides the 24 us of the operation alone. Fit: layers of nanotron with 
 4.5 ms for 78 operations, whatever their width.
 """
 
+NETWORK_SLOWS_HOST = 0.47
+"""For each rank of tp, how much longer the host takes to issue an operation where a pipeline runs
+between nodes, as a share of its time. Fit: layers of nanotron on 2 nodes of 8 H100. With few
+sequences they take 10, 15 and 23 ms with tp 2, 4 and 8, whatever their width. Where the pipeline
+stays within a node they take 4.5 to 5.5 ms, and with tp=1 no longer than that. The likely cause is NCCL's
+threads for the network, which wait busily (github.com/NVIDIA/nccl/issues/374): a collective over tp
+waits for the rank whose host they hold up.
+"""
+
 ROUTING_OPERATIONS = 60
 """Operations of the host in a layer with experts that drop no tokens, besides those of the model, at
 `EAGER_ISSUE_S` each. Fit: a layer of Megatron-Bridge's Qwen3 30B with one sequence takes 8.8 ms on
@@ -308,6 +317,7 @@ _TIME: tuple[Rule, ...] = (
          "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
          "Transformer Engine gathers in fp8 too"),
     Rule("issue_s", EAGER_ISSUE_S, lambda job: not job.compiled, "`EAGER_ISSUE_S`; torch.compile joins the Python of many operations"),
+    Rule("network_slows_host", NETWORK_SLOWS_HOST, _nanotron, "`NETWORK_SLOWS_HOST`"),
     Rule("routing_operations", ROUTING_OPERATIONS, lambda job: _dropless(job) and not _hybrid_ep(job),
          "`ROUTING_OPERATIONS`: megatron-core's token dispatcher sorts, counts and permutes, and waits for the tokens of each expert "
          "(moe/token_dispatcher.py, _maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),

@@ -93,6 +93,7 @@ class Software:
             autopar's own engine frees what it gathers segment by segment.
         live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
         issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
+        network_slows_host: where a pipeline runs between nodes and tp > 1, the host takes 1 + tp times this number as long.
         cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
         routing_operations: the number of operations that the host issues for a layer with experts besides those of the model.
         sorts_by_expert: tokens of several experts of a rank are sorted by expert after they arrive, and back before they return.
@@ -136,6 +137,7 @@ class Software:
     root_unit: bool = False
     live_parameters: int = 0
     issue_s: float | None = None
+    network_slows_host: float = 0.0
     cuda_graphs: str = "none"
     routing_operations: int = 0
     sorts_by_expert: bool = False
@@ -172,10 +174,10 @@ class Software:
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0"
                 )
-        if self.issue_s is not None and not (finite(self.issue_s) and self.issue_s >= 0):
-            raise AutoparError(
-                f"software: issue_s={shown(self.issue_s)} must be a finite number of seconds >= 0"
-            )
+        for name in ("issue_s", "network_slows_host"):
+            value = getattr(self, name)
+            if value is not None and not (finite(value) and value >= 0):
+                raise AutoparError(f"software: {name}={shown(value)} must be a finite number >= 0")
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(
                 f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are"

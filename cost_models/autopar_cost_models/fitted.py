@@ -53,11 +53,6 @@ class FittedConstants:
     hbm_efficiency: float = 0.759
     """Achieved bandwidth of device memory over datasheet bandwidth. Fitted (0.74 to 0.77)."""
 
-    tile_s: float = 2.5e-6
-    """Seconds that a multiprocessor before Hopper (`catalogue.py`) spends on a tile of 256 x 128
-    results besides its products: to fill its pipeline and to store. Fitted (2.50e-6 to 2.53e-6).
-    """
-
     launch_s: float = 3.0e-6
     """Seconds between the end of a kernel and the start of the next one that depends on it. Fitted;
     the fit kept the assumed value.
@@ -137,7 +132,6 @@ _EFFICIENCIES = {
     "cdna4": "hopper_efficiency",
 }
 _MAY_BE_ZERO = (
-    "tile_s",
     "fragmentation",
     "launch_s",
     "deepspeed_pass_s",

@@ -8,12 +8,6 @@ from autopar_cost_models import constants as c
 from autopar_cost_models.fitted import FittedConstants
 from autopar_cost_models.hardware import Device
 
-_TILES_END_TO_END = ("volta", "turing", "ampere", "ada", "blackwell-rtx")
-"""Generations whose multiprocessors finish one tile before they begin the next. Since Hopper some
-warps load while others store, and squares of 2048 run at 85 % of the best rate
-(tests/cost_models/test_published_microbenchmarks.py).
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -58,5 +52,4 @@ class Gpu:
             compute_units=self.units,
             generation=self.generation,
             dtype_efficiency=other,
-            tile_s=fitted.tile_s if self.generation in _TILES_END_TO_END else 0.0,
         )

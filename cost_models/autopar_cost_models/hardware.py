@@ -72,9 +72,7 @@ class Device:
     `flops` has the dense FLOP/s of each dtype, and `launch_s` the seconds between two dependent
     kernels. `reserved_bytes` is memory that tensors cannot use. `dtype_efficiency` overrides
     `matmul_efficiency` for single dtypes. `compute_units` is the number of multiprocessors that
-    share the tiles of a matmul (1: no tile quantization). `tile_s` is the seconds that each spends
-    on a tile of 256 x 128 results besides its products, to fill its pipeline and to store. Smaller
-    tiles take a proportional time. `generation` selects the attention rates.
+    share the tiles of a matmul (1: no tile quantization). `generation` selects the attention rates.
 
     Measurements of `autopar calibrate` replace rates. `matmul_curves` maps a dtype to a curve:
     seconds of a square matrix product by its FLOPs. `memory_curve` has the seconds of an
@@ -97,7 +95,6 @@ class Device:
     matmul_curves: dict[str, Curve] = field(default_factory=dict, hash=False)
     memory_curve: Curve | None = field(default=None, hash=False)
     dispatch_s: float | None = None
-    tile_s: float = 0.0
 
     def __post_init__(self) -> None:
         text("device name", self.name)
@@ -147,7 +144,6 @@ class Device:
                 f"{prefix} memory_bandwidth_Bps", self.memory_bandwidth_Bps
             ),
             "launch_s": positive(f"{prefix} launch_s", self.launch_s, zero_allowed=True),
-            "tile_s": positive(f"{prefix} tile_s", self.tile_s, zero_allowed=True),
             "matmul_efficiency": fraction(f"{prefix} matmul_efficiency", self.matmul_efficiency),
             "bandwidth_efficiency": fraction(
                 f"{prefix} bandwidth_efficiency", self.bandwidth_efficiency

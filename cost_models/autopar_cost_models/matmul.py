@@ -107,18 +107,14 @@ def _matmul_s(
     )
     if device.compute_units == 1 or dtype in device.matmul_curves:
         return product_s(2 * total_rows * n * k / slower, size_bytes, device, dtype)
-    times, tile_s = [], device.tile_s / (TILES[0][0] * TILES[0][1])
+    times = []
     for high, wide in TILES:
         tiles = sum(g * ceil(c / high) for c, g in groups) * ceil(n / wide)
         fed = min(1.0, high * wide / (high + wide) / (256 * 128 / (256 + 128)))
         for split in SPLITS:
             waves = ceil(tiles * split / device.compute_units)
-            compute_s = (
-                waves
-                * high
-                * wide
-                * (2 * ceil(k / split) * device.compute_units / (rate * fed) + tile_s)
-            )
+            products = 2 * waves * high * wide * ceil(k / split)
+            compute_s = products * device.compute_units / (rate * fed)
             partial_bytes = 2 * 4 * split * total_rows * n if split > 1 else 0
             times.append(max(compute_s, stream_s(size_bytes + partial_bytes, device)))
     return min(times)

@@ -18,12 +18,7 @@ def test_every_figure_is_positive_and_sourced(device):
     for f in fields(device):
         value = getattr(device, f.name)
         for number in value.values() if isinstance(value, dict) else [value]:
-            assert (
-                number is None
-                or isinstance(number, str)
-                or number > 0
-                or (f.name, number) == ("tile_s", 0)
-            ), f.name
+            assert number is None or isinstance(number, str) or number > 0, f.name
     assert 0 < device.usable_bytes < device.memory_bytes
     assert {"fp32", "fp64"} <= set(device.flops) and {"bf16", "fp16"} & set(device.flops)
 

@@ -1,6 +1,5 @@
 """Matmuls by shape: against a count of tiles, bounds by datasheet, monotone; fp8 and its casts."""
 
-from dataclasses import replace
 from math import ceil
 
 import autopar_cost_models as cm
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 H100 = cm.device("h100", cm.ISOLATED)
-TILED = replace(H100, tile_s=2e-6)
 GPUS = [d for d in cm.DEVICES.values() if d.name != "cpu" and "bf16" in d.flops]
 sizes = st.integers(1, 20000)
 
@@ -63,21 +61,19 @@ def scheduled_s(rows: list[int], n: int, k: int, high: int, wide: int, split: in
     """Hand out the tiles of every group, one part of the sum each, to 132 multiprocessors in turn; the busiest sets the time."""
     work, turn = [0.0] * 132, 0
     fed = min(1.0, (high * wide / (high + wide)) / (256 * 128 / 384))
-    rate = TILED.achieved_flops("bf16") / 0.98 / 132 * fed
+    rate = H100.achieved_flops("bf16") / 0.98 / 132 * fed
     for count in rows:
         for _ in range(0, count, high):
             for _ in range(0, n, wide):
                 for _ in range(split):
-                    work[turn % 132] += 2 * high * wide * ceil(
-                        k / split
-                    ) / rate + TILED.tile_s * high * wide / (256 * 128)
+                    work[turn % 132] += 2 * high * wide * ceil(k / split) / rate
                     turn += 1
     compute_s = max(work)
     matrices = sum(r > 0 for r in rows)
     size_bytes = 2 * (sum(rows) * k + matrices * n * k + sum(rows) * n) + (
         8 * split * sum(rows) * n if split > 1 else 0
     )
-    return max(compute_s, size_bytes / TILED.achieved_bandwidth_Bps)
+    return max(compute_s, size_bytes / H100.achieved_bandwidth_Bps)
 
 
 @given(
@@ -88,10 +84,10 @@ def scheduled_s(rows: list[int], n: int, k: int, high: int, wide: int, split: in
 @settings(max_examples=examples(7, 30), deadline=None)
 def test_groups_against_tiles_handed_out_one_by_one(rows, n, k):
     expected = min(scheduled_s(rows, n, k, *tile, split) for tile in TILES for split in SPLITS)
-    time_s = grouped_matmul_time_s(rows, n, k, TILED, "bf16")
-    assert time_s == pytest.approx(expected + TILED.launch_s)
-    assert time_s >= max(grouped_matmul_time_s([r], n, k, TILED, "bf16") for r in rows) * (1 - 1e-9)
-    assert grouped_matmul_time_s(sorted(rows), n, k, TILED, "bf16") == time_s
+    time_s = grouped_matmul_time_s(rows, n, k, H100, "bf16")
+    assert time_s == pytest.approx(expected + H100.launch_s)
+    assert time_s >= max(grouped_matmul_time_s([r], n, k, H100, "bf16") for r in rows) * (1 - 1e-9)
+    assert grouped_matmul_time_s(sorted(rows), n, k, H100, "bf16") == time_s
 
 
 def test_no_rows_cost_a_launch():

@@ -279,6 +279,15 @@ def test_a_file_of_an_older_version_still_reads(tmp_path):
     assert (topology.intra.kind, topology.inter.kind, topology.nics) == ("nvlink", "network", 8)
 
 
+def test_a_key_of_an_earlier_version_is_ignored(tmp_path):
+    now, before = tmp_path / "now.yaml", tmp_path / "before.yaml"
+    ClusterSpec.parse("dgx-a100-80g:2").to_yaml(now)
+    text = now.read_text().replace("device:\n", "device:\n  tile_s: 2.5e-06\n")
+    assert "tile_s" in text
+    before.write_text(text)
+    assert ClusterSpec.from_yaml(before) == ClusterSpec.from_yaml(now)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

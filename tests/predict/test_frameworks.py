@@ -21,7 +21,12 @@ from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
 from autopar.predict.score import Scored
 from autopar.predict.stage_cuts import stages_pin
-from autopar.request.frameworks import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, fields_of
+from autopar.request.frameworks import (
+    LIVE_PARAMETERS,
+    NETWORK_SLOWS_HOST,
+    REDUCE_BUCKET_BYTES,
+    fields_of,
+)
 from autopar.request.software import Software
 
 STATED = (
@@ -64,9 +69,11 @@ CASES = [
      {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
       "scatters_messages": True, "frozen": "sharded"}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "0", "dtype": "bf16", "year": 2025},
-     {"loss_kernel": "beside", "state_recipe": "copied_gradients", "joins_products": True}),
+     {"loss_kernel": "beside", "state_recipe": "copied_gradients", "joins_products": True,
+      "network_slows_host": NETWORK_SLOWS_HOST}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2025, "pp": 2},
-     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients", "joins_products": True}),
+     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients", "joins_products": True,
+      "network_slows_host": NETWORK_SLOWS_HOST}),
 ]  # fmt: skip
 
 

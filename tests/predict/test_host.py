@@ -42,6 +42,26 @@ def test_the_wait_is_the_time_of_the_host_beyond_that_of_the_device(tmp_path):
     assert twice - once == pytest.approx(thrice - twice) and twice > 1.9 * once
 
 
+@pytest.mark.parametrize(
+    ("layout", "slower"),
+    [
+        ({"gpus": 2, "tp": 2, "gpus_per_node": 1}, 1.0),  # no pipeline
+        ({"gpus": 4, "tp": 2, "pp": 2, "gpus_per_node": 4}, 1.0),  # within a node
+        ({"gpus": 2, "pp": 2, "gpus_per_node": 1}, 1.0),  # no tp
+        ({"gpus": 4, "tp": 2, "pp": 2, "gpus_per_node": 2}, 2.0),
+        ({"gpus": 8, "tp": 4, "pp": 2, "gpus_per_node": 4}, 3.0),
+    ],
+)
+def test_a_pipeline_between_nodes_slows_the_hosts_of_tp(tmp_path, layout, slower):
+    """By half for each rank of tp here. `issue_s` is long, so that the host decides."""
+    row = PIPELINE | {"tp": 1, "pp": 1, "dp": 1} | layout
+    quiet, busy = (
+        case(tmp_path, row, issue_s=1e-2, network_slows_host=share) for share in (0.0, 0.5)
+    )
+    device_s = price(replace(quiet, software=replace(quiet.software, issue_s=0.0))).step_time_s
+    assert host_s(busy) + device_s == pytest.approx(slower * (host_s(quiet) + device_s), rel=0.02)
+
+
 def test_graphs_take_the_host_no_time(tmp_path):
     assert host_s(case(tmp_path, LLAMA, cuda_graphs="all")) == 0.0
 
