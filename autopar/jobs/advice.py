@@ -78,7 +78,7 @@ def fitting_changes(setting: Setting, memory_bytes: int) -> tuple[Change, ...]:
     found = list[Change]()
     for layout, told in islice(_legal_changes(setting), MOST_CHANGES):
         try:
-            plan = setting.plan_of(layout)
+            plan = setting.with_host(setting.plan_of(layout))
         except AutoparError:
             continue
         peak = max(plan.predicted.peak_memory_bytes)

@@ -37,7 +37,8 @@ class Answer:
         chance: the chance that it fits, from 0 to 1, or None.
         best: the fastest plan within the framework that was found: one that leaves memory free, or the job's own layout. None if there
             is neither.
-        bound_s: no plan within the framework that leaves memory free has a shorter step than this, in seconds. 0 if nothing is proved.
+        bound_s: no plan within the framework that leaves memory free has a shorter step than this without the host, in seconds. 0 if
+            nothing is proved.
         why_no_best: why no plan that leaves memory free was found; '' if one was.
         differences: the framework's options in which the best plan differs.
         changes: single changes with which the job fits, the fastest first; () if it fits.
@@ -148,7 +149,7 @@ def _devices_findings(job: Job, cluster: ClusterSpec) -> list[Finding]:
 def _priced(answer: Answer, setting: Setting) -> Answer:
     """The answer with the price of the job's own layout, or the reason why it has none."""
     try:
-        run, plan = setting.run, setting.plan_of(setting.job.layout)
+        run, plan = setting.run, setting.with_host(setting.plan_of(setting.job.layout))
     except AutoparError as error:
         return replace(answer, why_not=str(error))
     peak = max(plan.predicted.peak_memory_bytes)
@@ -166,7 +167,9 @@ def _advised(answer: Answer, setting: Setting, time_limit_s: float) -> Answer:
         changes = fitting_changes(setting, answer.cluster.device.memory_bytes)
         answer = replace(answer, changes=changes)
     try:
-        best = setting.best(target.restriction(job.shape, setting.seq), time_limit_s)
+        best = setting.with_host(
+            setting.best(target.restriction(job.shape, setting.seq), time_limit_s)
+        )
     except AutoparError as error:
         answer = replace(answer, why_no_best=str(error))
         return replace(answer, best=answer.plan) if answer.runs else answer

@@ -39,10 +39,10 @@ def check_page(answer: Answer) -> Page:
 
 def _report(answer: Answer) -> Report | None:
     """The report on the job's own layout, on devices as they are; None if it has no price."""
-    plan, setting = answer.plan, answer.setting
-    if plan is None or setting is None:
+    setting = answer.setting
+    if answer.plan is None or setting is None:
         return None
-    cluster = setting.cluster
+    plan, cluster = setting.plan_of(setting.job.layout), setting.cluster
     made_for = replace(plan.made_for, cluster=plain_data(cluster))
     here = replace(plan, cluster_hash=cluster.spec_hash(), made_for=made_for)
     return full_report(here, setting.traced, setting.request_of(setting.job.layout, cluster))
@@ -68,6 +68,11 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
         n.count("predicted.tokens_per_s"), " tokens a second, at ",
         n.percent("predicted.mfu"), " of the devices' peak rate.",
     ]  # fmt: skip
+    if "host" in answer.plan.predicted.breakdown:
+        lead += [
+            " In ", n.ms("predicted.breakdown.host"), " of it devices wait for the host, which the pictures below leave out: "
+            "larger micro-batches, CUDA graphs or torch.compile shorten that.",
+        ]  # fmt: skip
     if answer.measured_s is not None:
         lead += [" Measured: ", n.ms("measured_s"), "."]
     items: list[Words] = [f"Of the gap: {words}."] if (words := gap_words(answer)) else []

@@ -16,10 +16,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.jobs.shapes import dims_of, spec_of
 from autopar.models.base import ModelSpec
+from autopar.planning.model_facts import as_planned
 from autopar.predict.defaults import complete
 from autopar.predict.evaluate import RECOMPUTE_PINS, SCHEDULE_PINS, UNLIMITED_BYTES, case_of
+from autopar.predict.host import waiting_s
 from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
 from autopar.predict.run import Software as RunSoftware
+from autopar.recheck.plan_costs import setting_of as plan_setting
 from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.restriction import Restriction
@@ -104,6 +107,29 @@ class Setting:
             # one or two candidates: helper processes would take longer to start than to search
             self._plans[key] = api.plan_traced(self.traced, request, 60.0, processes=1)
         return self._plans[key]
+
+    def with_host(self, plan: Plan) -> Plan:
+        """A plan of this setting, whose step also has the time in which devices wait for the host,
+        as `autopar predict` counts it. The search does not.
+        """
+        request = self._request(Pins(), plan.global_batch, self.cluster)
+        setting = plan_setting(plan, request, plan.recompute, 0)
+        waits_s = waiting_s(plan, as_planned(self.traced, plan), setting)
+        if not waits_s:
+            return plan
+        alone = plan.predicted
+        step_s = alone.step_time_s + waits_s
+        slower = alone.step_time_s / step_s
+        return replace(
+            plan,
+            predicted=replace(
+                alone,
+                step_time_s=step_s,
+                tokens_per_s=alone.tokens_per_s * slower,
+                mfu=alone.mfu * slower,
+                breakdown=alone.breakdown | {"host": waits_s},
+            ),
+        )
 
     def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
         """The request for the plan with a layout on a cluster with as many devices."""

@@ -103,6 +103,7 @@ TIME_WORDS = {
     "bubble": "pipeline bubble and messages",
     "step": "gradient reduction and optimizer",
     "fixed": "fixed",
+    "host": "waiting for the host",
 }
 DETAIL_WORDS = {
     "forward": "forward compute",

@@ -15,8 +15,10 @@ from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.jobs.check import Answer, check_job
 from autopar.jobs.measured import measured_step_s
+from autopar.jobs.page import check_page
 from autopar.jobs.pricing import mode_of, pins_of
 from autopar.jobs.report import gap_words
+from autopar.predict.evaluate import case_of, price
 from autopar.targets.job import Job, Layout, ModelShape
 from autopar.targets.registry import read_job
 
@@ -146,6 +148,24 @@ def test_what_is_measured_is_compared(tmp_path: Path) -> None:
     words = gap_words(found)
     assert words.startswith("the layout explains") and "are left" in words
     assert "not slower" in gap_words(replace(found, measured_s=1e-6))
+
+
+@pytest.mark.parametrize(("micro_batch", "waits"), [(1, True), (64, False)])
+def test_a_step_waits_for_the_host_as_runs_do(
+    tmp_path: Path, micro_batch: int, waits: bool
+) -> None:
+    """Kernels of one sequence take less than the host needs to issue them."""
+    arguments = f"--micro-batch-size {micro_batch} --use-distributed-optimizer"
+    found = answer(tmp_path, arguments + " --global-batch-size 512")
+    assert found.plan is not None and found.setting is not None
+    predicted, run = found.plan.predicted, price(case_of(found.setting.run))
+    assert ("host" in predicted.breakdown) == waits
+    assert predicted.step_time_s == pytest.approx(run.step_time_s)
+    assert predicted.step_time_s == pytest.approx(sum(predicted.breakdown.values()))
+    tokens = 512 * 1024
+    assert predicted.tokens_per_s == pytest.approx(tokens / predicted.step_time_s)
+    pages = check_page(found).sections
+    assert any("wait for the host" in str(section) for section in pages) == waits
 
 
 def test_other_numbers_of_devices_are_told(tmp_path: Path) -> None:
