@@ -6,11 +6,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.request.pins import Pins
+from autopar.ir.mesh import MeshShape
+from autopar.request.pins import Pins, PinValue
 
 
-def _any_choice(choice: Any) -> bool:
-    return True
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The values of a pin that a framework can run.
+
+    Attributes:
+        values: these values.
+        why: what the framework lacks, in words that follow 'it', such as 'has no pipeline'.
+    """
+
+    values: tuple[PinValue, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A rule about layouts that a framework can run.
+
+    Attributes:
+        why: what the framework lacks, in words that follow 'it', as for `Only`.
+        instead: pins that keep to the rule, in words, such as 'pp=1'.
+        allows: whether a layout keeps to the rule.  It has the fields of `Candidate`.
+    """
+
+    why: str
+    instead: str
+    allows: Callable[[Any], bool]
+
+
+_DEGREES = ("tp", "pp", "cp", "dp", "ep")
+
+
+def _degree(name: str, only: Only) -> Limit:
+    instead = f"{name}={' or '.join(map(str, only.values))}"
+    return Limit(only.why, instead, lambda choice: getattr(choice.mesh, name) in only.values)
+
+
+def _no_others() -> Mapping[str, Restriction]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +56,41 @@ class Restriction:
 
     Attributes:
         name: what the plans are for, in words.
-        pin: choices that hold for every plan.
+        pin: choices that hold for every plan that does not pin others.
         recompute: the recompute modes, each the same for all layers.
-        schedules: schedules of a pipeline.
-        allows: whether a candidate of the search is possible.  It has the fields of `Candidate`.
+        schedules: schedules of a pipeline; () without pipelines.
+        only: for some pins, the values that are possible.
+        limits: rules about the layouts that are possible.
+        cuts: the layers of each stage, for a mesh with a pipeline and a number of stages a rank; ()
+            if it has no such pipeline.  None: stages are cut as is best.
+        others: restrictions for other targets by name, which messages propose.
     """
 
     name: str
     pin: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "gpipe")
-    allows: Callable[[Any], bool] = _any_choice
+    only: Mapping[str, Only] = field(default_factory=dict)
+    limits: tuple[Limit, ...] = ()
+    cuts: Callable[[MeshShape, int], tuple[int, ...]] | None = None
+    others: Callable[[], Mapping[str, Restriction]] = _no_others
+
+    @property
+    def rules(self) -> tuple[Limit, ...]:
+        """All rules about layouts: `limits`, and those of `only` that are about the mesh."""
+        degrees = {name: only for name, only in self.only.items() if name in _DEGREES}
+        return (*(_degree(name, only) for name, only in degrees.items()), *self.limits)
 
     def pins_with(self, pin: Mapping[str, Any]) -> Pins:
         """The user's pins, and those of the restriction that the user does not fix."""
         return Pins.of({**{k: v for k, v in self.pin.items() if k not in pin}, **pin})
+
+    def possible(self, name: str) -> Only | None:
+        """The values of a pin that are possible; None if all are."""
+        if name == "recompute":
+            return Only(self.recompute, "computes nothing else again")
+        if name == "schedule" and self.schedules:
+            return Only(("none", *self.schedules), "has no other schedule of a pipeline")
+        if name in ("schedule", "vpp", "stages") and not self.schedules:
+            return self.only.get("pp")
+        return self.only.get(name)

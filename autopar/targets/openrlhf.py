@@ -7,15 +7,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets import deepspeed
 from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.shell import read_script
-from autopar.targets.target import NotExpressible, Source, Target, heads_divide, nodes_of
+from autopar.targets.target import (
+    NO_EXPERTS,
+    NO_PIPELINE,
+    OFFLOADS_OPTIMIZER,
+    ONE_ORDER,
+    WHOLE_POSITIONS,
+    WHOLE_SHARDS,
+    NotExpressible,
+    Source,
+    Target,
+    even_heads,
+    nodes_of,
+)
 
 _NAMES = {
     "zero": ("ds.zero_stage", "zero_stage"),
@@ -49,7 +60,7 @@ def read(source: Source) -> Job:
     """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
     AutoparError if no command starts a trainer of OpenRLHF.
     """
-    script = read_script(source.text, source.read_file)
+    script = read_script(source.text, source.read_file, source.args)
     values, trainer = dict[str, str](), ""
     known = {name for names in _NAMES.values() for name in names}
     for _, words in script.programs():
@@ -159,19 +170,29 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
 
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What OpenRLHF can run: ZeRO without a pipeline, tp below ZeRO-3, and ring attention."""
-
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
-        return (
-            mesh.pp == mesh.ep == 1
-            and heads_divide(shape, mesh.tp)
-            and mesh.order == ""
-            and not choice.shard
-            and (mesh.tp == 1 or choice.zero < 3)
-        )
-
-    pins = {"sequence_parallel": False, "pp": 1, "context_method": "ring"}
-    return Restriction("OpenRLHF", pins, ("none", "full"), (), allows)
+    return Restriction(
+        "OpenRLHF",
+        {"sequence_parallel": False, "pp": 1, "context_method": "ring"},
+        ("none", "full"),
+        (),
+        {
+            "pp": NO_PIPELINE,
+            "ep": NO_EXPERTS,
+            "sequence_parallel": WHOLE_POSITIONS,
+            "context_method": Only(("ring",), "has ring attention alone"),
+            "offload": OFFLOADS_OPTIMIZER,
+        },
+        (
+            Limit(
+                "has no tp under ZeRO-3",
+                "zero=0, 1 or 2, or tp=1",
+                lambda choice: choice.mesh.tp == 1 or choice.zero < 3,
+            ),
+            even_heads(shape),
+            ONE_ORDER,
+            WHOLE_SHARDS,
+        ),
+    )
 
 
 def _name(job: Job, what: str) -> str:
