@@ -148,8 +148,8 @@ def convert(
     """Write a job FILE of one framework in the words of another, and say what is lost. ARGS are the
     arguments that a script is started with.
     \u000c
-    `file` is its path, `args` are texts, `target` the framework to write for, `framework` that of the file (None: told
-    by its form), and `output` a path to write to (None: stdout).
+    `file` is its path and `args` are texts. `target` is the framework to write for, `framework` that
+    of the file (None: told by its form), and `output` a path to write to (None: stdout).
     """
     from autopar.jobs.export import convert as converted
     from autopar.targets.registry import read_job

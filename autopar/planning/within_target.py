@@ -85,8 +85,8 @@ def _refusing(limits: Sequence[Limit], found: Sequence[Candidate]) -> list[Limit
 
 
 def pinned_sizes(pin: Pins, pp: int, blocks: int) -> tuple[int, ...]:
-    """The layers of each stage that the pin `stages` fixes, for a pipeline of `pp` ranks and a model
-    with `blocks` layers; () if it deals them evenly and that is not possible.
+    """The layers of each stage that the pin `stages` fixes; () if it deals them evenly and that is
+    not possible. The pipeline has `pp` ranks, and the model `blocks` layers.
     """
     stages = pp * (pin.vpp or 1)
     even = (blocks // stages,) * stages if blocks % stages == 0 else ()

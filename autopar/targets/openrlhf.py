@@ -38,6 +38,7 @@ _NAMES = {
     "recompute": ("model.gradient_checkpointing_enable", "gradient_checkpointing"),
     "overlap": ("ds.overlap_comm", "overlap_comm"),
     "seq": ("data.max_len", "max_len"),
+    "packed": ("ds.packing_samples", "packing_samples"),
 }
 """Names of options: of version 0.10 and later, and of the ones before."""
 _OF_ACTOR = "actor.gradient_checkpointing_enable"
@@ -141,7 +142,7 @@ def _note(args: Arguments, trainer: str) -> None:
         args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
     elif trainer == "train_dpo":
         args.find("note", "the reference model takes memory besides")
-    if args.flag("ds.packing_samples", "packing_samples"):
+    if args.flag(*_NAMES["packed"]):
         args.find("note", "samples are packed without padding: priced as all of the full length")
     rank = args.whole("ds.lora.rank", "lora_rank", least=0)
     find_adapters(Arguments({"lora_rank": str(rank or 0)}, args.findings))
@@ -165,6 +166,11 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         what = f"tp={job.layout.tp} in {job.facts.precision}"
         theirs = "BF16 is required for tensor parallel training"
         found.append(Finding("refused", what, theirs, ("--ds.param_dtype bf16",)))
+    packed = _name(job, "packed")
+    if job.layout.cp > 1 and job.flags and not job.flags.keys() & set(_NAMES["packed"]):
+        what = f"ring attention over cp={job.layout.cp} without packed samples"
+        theirs = "packing_samples must be enabled when using ring attention"
+        found.append(Finding("refused", what, theirs, (f"--{packed}",)))
     return found
 
 
@@ -221,6 +227,7 @@ def flags_of(job: Job) -> dict[str, str]:
         "batch": str(batch // answers),
         "tp": str(by.tp) if by.tp > 1 else None,
         "cp": str(by.cp) if by.cp > 1 else None,
+        "packed": "" if by.cp > 1 else None,
         "offload": "" if by.offload == "optimizer" else None,
         "recompute": "" if by.recompute == "full" else None,
         "overlap": "" if job.facts.dp_overlap and by.zero < 3 else None,
