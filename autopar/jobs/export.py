@@ -67,7 +67,8 @@ def _cut(layout: Layout, job: Job, target: Target) -> tuple[Layout, list[str]]:
     in words.
     """
     cuts = target.restriction(job.shape, job.seq or 1).cuts
-    own = cuts(MeshShape(pp=layout.pp, tp=layout.tp), layout.vpp) if cuts and layout.pp > 1 else ()
+    mesh = MeshShape(pp=layout.pp, tp=layout.tp)
+    own = cuts.sizes(mesh, layout.vpp) if cuts and layout.pp > 1 else ()
     before = layout.stages or even_stages(job.shape.layers, layout.pp * layout.vpp)
     if not own or own == before:
         return layout, []

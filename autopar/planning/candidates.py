@@ -68,6 +68,8 @@ def schedules_for(
     several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin.schedule,) if pin.schedule else SCHEDULES:
+        if name == "none":  # pinned: there is no pipeline
+            continue
         if splits_backward(name) and not split_backward:
             continue
         counts = several if SCHEDULES[name].min_stages_per_rank > 1 or pin.vpp else (1,)
@@ -341,6 +343,7 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
     """
     pin, devices = request.pin, request.cluster.num_devices
     pins = ", ".join(f"{key}={value}" for key, value in pin.items())
+    within = f" within what {request.restriction.name} can run" if request.restriction else ""
     if request.is_mixed:
         return (
             f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, "
@@ -354,7 +357,7 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
         )
     return (
         f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
-        f"{pins or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
+        f"{pins or 'given'}{within}: use a global batch that is a multiple of {devices}, or drop pins"
     )
 
 
@@ -376,7 +379,8 @@ def _stagings(
     if pin.stages is not None:
         schedule, count = schedule_of(pin), pin.vpp or 1
         fits = _can_run(schedule, mesh.pp, count, number)
-        fits = fits and (cuts is None or cuts(mesh, count) == pinned_sizes(pin, mesh.pp, blocks))
+        pinned = pinned_sizes(pin, mesh.pp, blocks)
+        fits = fits and (cuts is None or cuts.sizes(mesh, count) == pinned)
         return [(count, schedule, (), stage_sizes(pin.stages))] if fits else []
     schedules = _schedules(request, mesh, number, traced)
     if cuts is None:
@@ -384,7 +388,7 @@ def _stagings(
     found = []
     for count in dict.fromkeys(count for _, count in schedules):
         alike = tuple(pair for pair in schedules if pair[1] == count)
-        sizes = cuts(mesh, count)
+        sizes = cuts.sizes(mesh, count)
         found += [(count, alike[0][0], alike, sizes)] if sum(sizes) == blocks else []
     return found
 

@@ -4,11 +4,11 @@ which frameworks can run the pins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import MeshShape
-from autopar.request.pins import Pins, PinValue, stage_sizes
+from autopar.request.pins import Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Limit, Only
 from autopar.solve.costs.candidate import Candidate
@@ -29,24 +29,15 @@ def check_target_pins(request: PlanRequest, layouts: Layouts) -> None:
         return
     for name, value in asked.items():
         only = restriction.possible(name)
-        if only is not None and not _is_of(name, value, only, asked):
+        if only is not None and value not in only.values:
             raise AutoparError(
                 f"{restriction.name} cannot run {name}={shown(value)}: it {only.why}; {_instead(name, only)}"
                 f"{_others(request, layouts)}"
             )
 
 
-def _is_of(name: str, value: PinValue, only: Only, asked: Mapping[str, PinValue]) -> bool:
-    """Whether a pin's value is one of those of `only`. Without a pipeline, pins of stages have no
-    value that counts but that of no pipeline.
-    """
-    if only.values == (1,) and name in ("schedule", "stages"):
-        return name == "schedule" and value == "none"
-    return value in only.values
-
-
 def _instead(name: str, only: Only) -> str:
-    if only.values == (1,) and name in ("schedule", "stages"):
+    if not only.values:
         return "drop the pin"
     values = [str(v).lower() if isinstance(v, bool) else str(v) for v in only.values]
     return f"pin {name}={' or '.join(values[:_MOST_NAMED])}, or drop the pin"
@@ -102,12 +93,9 @@ def uncut_words(request: PlanRequest, meshes: Sequence[MeshShape], blocks: int) 
     if restriction is None or cuts is None or not meshes or any(m.pp == 1 for m in meshes):
         return ""
     first = meshes[0]
-    sizes = next((found for m in meshes if sum(found := cuts(m, pin.vpp or 1)) == blocks), ())
+    sizes = next((found for m in meshes if sum(found := cuts.sizes(m, pin.vpp or 1)) == blocks), ())
     if not sizes:
-        return (
-            f"{restriction.name} cuts no pipeline of pp={first.pp} ranks from the {blocks} layers: a rank would have no layer, or as "
-            "many as others, or the dimensions that it cuts by are not known; pin another pp"
-        )
+        return f"{restriction.name} cuts no pipeline of pp={first.pp} ranks from the {blocks} layers: it {cuts.how}; pin another pp"
     if pin.stages is None or pinned_sizes(pin, first.pp, blocks) == sizes:
         return ""
     return (

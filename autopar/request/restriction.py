@@ -38,7 +38,29 @@ class Limit:
     allows: Callable[[Any], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How a framework cuts pipelines into stages.
+
+    Attributes:
+        how: in words that follow 'it', such as 'deals layers evenly'.
+        sizes: the layers of each stage, for a mesh with a pipeline and a number of stages a rank; ()
+            if there is no such pipeline.
+    """
+
+    how: str
+    sizes: Callable[[MeshShape, int], tuple[int, ...]]
+
+
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
+_OF_AXES: dict[str, tuple[str, tuple[PinValue, ...]]] = {
+    "schedule": ("pp", ("none",)),
+    "vpp": ("pp", (1,)),
+    "stages": ("pp", ()),
+    "context_method": ("cp", ()),
+    "sequence_parallel": ("tp", (False,)),
+}
+"""The axis that a pin is about, and its values where that axis has one rank."""
 
 
 def _degree(name: str, only: Only) -> Limit:
@@ -61,8 +83,7 @@ class Restriction:
         schedules: schedules of a pipeline; () without pipelines.
         only: for some pins, the values that are possible.
         limits: rules about the layouts that are possible.
-        cuts: the layers of each stage, for a mesh with a pipeline and a number of stages a rank; ()
-            if it has no such pipeline.  None: stages are cut as is best.
+        cuts: how the framework cuts pipelines into stages.  None: stages are cut as is best.
         others: restrictions for other targets by name, which messages propose.
     """
 
@@ -72,7 +93,7 @@ class Restriction:
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "gpipe")
     only: Mapping[str, Only] = field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
-    cuts: Callable[[MeshShape, int], tuple[int, ...]] | None = None
+    cuts: Cuts | None = None
     others: Callable[[], Mapping[str, Restriction]] = _no_others
 
     @property
@@ -86,11 +107,15 @@ class Restriction:
         return Pins.of({**{k: v for k, v in self.pin.items() if k not in pin}, **pin})
 
     def possible(self, name: str) -> Only | None:
-        """The values of a pin that are possible; None if all are."""
+        """The values of a pin that are possible, perhaps none; None if all are. Pins that say how an
+        axis works have no values where the axis has one rank alone.
+        """
         if name == "recompute":
             return Only(self.recompute, "computes nothing else again")
         if name == "schedule" and self.schedules:
             return Only(("none", *self.schedules), "has no other schedule of a pipeline")
-        if name in ("schedule", "vpp", "stages") and not self.schedules:
-            return self.only.get("pp")
-        return self.only.get(name)
+        if name in self.only or name not in _OF_AXES:
+            return self.only.get(name)
+        axis, values = _OF_AXES[name]
+        only = self.only.get(axis)
+        return Only(values, only.why) if only is not None and only.values == (1,) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.request.restriction import Limit, Only, Restriction
+from autopar.request.restriction import Cuts, Limit, Only, Restriction
 from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import even_stages
@@ -222,9 +222,9 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
     layer are left out.
     """
 
-    def cuts(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
-        sizes = stages_of_pipeline(shape, mesh.pp, mesh.tp) if stages_per_rank == 1 else ()
-        return sizes if all(sizes) else ()
+    def sizes(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
+        found = stages_of_pipeline(shape, mesh.pp, mesh.tp) if stages_per_rank == 1 else ()
+        return found if all(found) else ()
 
     return Restriction(
         "nanotron",
@@ -243,7 +243,12 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
             ONE_ORDER,
             WHOLE_SHARDS,
         ),
-        cuts,
+        Cuts(
+            "cuts by the cost of layers and head, and a rank would have no layer"
+            if shape.layers
+            else "cuts by the dimensions of the model, which are not known",
+            sizes,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
-from autopar.request.restriction import Limit, Only, Restriction
+from autopar.request.restriction import Cuts, Limit, Only, Restriction
 from autopar.targets.accelerate import late_findings
 from autopar.targets.arguments import Arguments, read_mapping
 from autopar.targets.expansion import unknown
@@ -144,7 +144,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
     def experts(choice: Any) -> bool:
         return choice.mesh.ep == 1 or (choice.mesh.tp == 1 and not choice.shard)
 
-    def cuts(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
+    def sizes(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
         return even_stages(shape.layers, mesh.pp * stages_per_rank)
 
     return Restriction(
@@ -170,7 +170,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
             even_heads(shape),
             ONE_ORDER,
         ),
-        cuts if shape.layers else None,
+        Cuts("deals layers evenly", sizes) if shape.layers else None,
     )
 
 

@@ -126,7 +126,7 @@ PINNED = [
     ("openrlhf", {"pp": 2, "vpp": 1}, "pp=2: it has no pipeline"),
     ("verl", {"pp": 2}, r"pp=2: it has no pipeline under FSDP; its Megatron-LM has it \(--target megatron\)"),
     ("accelerate", {"vpp": 2}, "vpp=2: it has no pipeline; pin vpp=1"),
-    ("accelerate", {"schedule": "1f1b"}, "schedule='1f1b': it has no pipeline; drop the pin"),
+    ("accelerate", {"schedule": "1f1b"}, "schedule='1f1b': it has no pipeline; pin schedule=none"),
     ("accelerate", {"stages": "1-1"}, "stages='1-1': it has no pipeline; drop the pin"),
     ("nanotron", {"vpp": 2}, "vpp=2: it has one stage on a rank"),
     ("nanotron", {"schedule": "zero_bubble"}, "schedule='zero_bubble': it has no other schedule .*; pin schedule=none or 1f1b or gpipe"),
@@ -140,6 +140,8 @@ PINNED = [
     ("transformers", {"cp": 2}, "cp=2: it has no context parallelism"),
     ("verl", {"tp": 2}, "tp=2: it has no tensor parallelism"),
     ("openrlhf", {"context_method": "gather"}, "context_method='gather': it has ring attention alone"),
+    ("nanotron", {"context_method": "ring"}, "context_method='ring': it has no context parallelism; drop the pin"),
+    ("verl", {"sequence_parallel": True}, "sequence_parallel=True: it has no tensor parallelism .*; pin sequence_parallel=false"),
     ("deepspeed", {"ep": 2}, "ep=2: it has expert parallelism as code"),
     ("torchtitan", {"zero": 1}, "zero=1: it has no ZeRO-1"),
 ]  # fmt: skip
@@ -151,6 +153,11 @@ def test_pins_that_a_target_cannot_run(
 ) -> None:
     with pytest.raises(AutoparError, match=f"cannot run {words}"):
         within(traced, SPEC, name, **pin)
+
+
+@pytest.mark.parametrize("name", [None, "megatron", "accelerate"])
+def test_the_schedule_of_no_pipeline(traced, name: str | None) -> None:
+    assert planned(traced, name, schedule="none").mesh.pp == 1
 
 
 def test_targets_that_a_message_proposes_can_run_the_pins(traced) -> None:
@@ -217,7 +224,10 @@ def test_the_plan_is_the_fastest_with_these_stages(deep) -> None:
 def test_a_cut_that_leaves_a_rank_without_a_layer(deep) -> None:
     spec = parse_model("llama:layers=4,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=2048,seq=256")
     traced = api.trace_spec(spec, 256)
-    words = "nanotron cuts no pipeline of pp=4 ranks from the 4 layers: a rank would have no layer"
+    words = (
+        "nanotron cuts no pipeline of pp=4 ranks from the 4 layers: it cuts by the cost of layers and head, and a rank would "
+        "have no layer; pin another pp"
+    )
     with pytest.raises(AutoparError, match=words):
         within(traced, spec, "nanotron", pp=4)
 
@@ -225,7 +235,7 @@ def test_a_cut_that_leaves_a_rank_without_a_layer(deep) -> None:
 def test_transformers_deals_layers_evenly(deep) -> None:
     plan = within(deep, DEEP, "transformers", pp=2, tp=2)
     assert layers_of(plan) == (5, 5) and plan.export("transformers").text
-    with pytest.raises(AutoparError, match="Transformers cuts no pipeline of pp=4"):
+    with pytest.raises(AutoparError, match="pp=4 ranks from the 10 layers: it deals layers evenly"):
         within(deep, DEEP, "transformers", pp=4)
 
 
