@@ -5,6 +5,7 @@ environment are values that are not known, and so are positional arguments that 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -165,15 +166,17 @@ class _Reader(Conditions):
         runs. Any other loop is read once, as commands of which it is not known whether they run.
         """
         condition, body = node.branches[0]
-        depth, branches, before = self.depth, self.branches, None
+        depth, branches, most = self.depth, self.branches, sys.maxsize
         self.loops += 1
         while node.name in ("while", "until") and not self.unsure and _shifts(body):
-            truth = self.truth_of(condition or ())
-            if truth is None or self.arguments in (None, before):
+            truth, left = self.truth_of(condition or ()), self.arguments
+            ends = truth == (node.name == "until")
+            # a round that drops no argument may be followed by any number of others
+            if truth is None or left is None or (not ends and len(left) >= most):
                 break
-            before = self.arguments
+            most = len(left)
             try:
-                if truth != (node.name == "until"):
+                if not ends:
                     self._run(body)
                     continue
             except _Break:
