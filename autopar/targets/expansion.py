@@ -202,6 +202,7 @@ class Expansion:
         if name in ("@", "*"):
             return (unknown(f'"${name}", the arguments of the script'),)
         if name in self.empty:
+            self.script.note(f"${name} is taken to be unset")
             return ("",)
         return (unknown(f"${{{name}}}" if name.isdigit() and len(name) > 1 else f"${name}"),)
 

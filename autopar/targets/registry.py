@@ -93,7 +93,7 @@ def _arguments(args: Sequence[str] | None, text: str, path: str) -> tuple[str, .
     if not _READS_ARGUMENTS.search(text):
         words = " ".join(args)
         raise AutoparError(
-            f"{path} reads no arguments, such as $1, and {len(args)} are given: {shown(words)}"
+            f"{path} reads no arguments, such as $1, and was given {shown(words)} as such"
         )
     return tuple(args)
 

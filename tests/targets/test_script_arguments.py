@@ -111,7 +111,9 @@ def test_arguments_are_never_run(tmp_path) -> None:
 
 
 def test_arguments_that_a_file_does_not_read(tmp_path) -> None:
-    with pytest.raises(AutoparError, match=r"run.sh reads no arguments, such as \$1, and 2 are given: '8 4'"):  # fmt: skip
+    with pytest.raises(
+        AutoparError, match=r"run.sh reads no arguments, such as \$1, and was given '8 4'"
+    ):
         job_of(tmp_path, LAUNCH, "8", "4")
     with pytest.raises(AutoparError, match="must be a list of texts"):
         read_job(tmp_path / "run.sh", args="8")
