@@ -68,17 +68,17 @@ def _of_native(config: NativeConfig) -> ModelShape:
     )
 
 
-def _expert_layers(number: Callable[..., int]) -> str:
+def _expert_layers(number: Callable[..., int], layers: int) -> str:
     """Which layers have experts, as `ModelShape.expert_layers`; '' if all have. `number(name)` is a
-    field of a Hugging Face config, 0 without it.
+    field of a Hugging Face config with `layers` layers, 0 without it.
     """
     step = number("interleave_moe_layer_step", "decoder_sparse_step")  # Llama 4; Qwen
-    if step > 1:
-        return "0" * (step - 1) + "1"
     period, offset = number("expert_layer_period"), number("expert_layer_offset")  # Jamba
-    if period > 1:
-        return "".join("1" if layer == offset else "0" for layer in range(period))
-    return ""
+    if step > 1:
+        period, offset = step, step - 1
+    if period <= 1:
+        return ""
+    return "".join("1" if layer == offset else "0" for layer in range(min(period, layers)))
 
 
 def _of_config(config: Mapping[str, Any]) -> ModelShape | None:
@@ -109,7 +109,7 @@ def _of_config(config: Mapping[str, Any]) -> ModelShape | None:
         moe_ffn=(width or ffn) if experts else 0,
         shared_ffn=number("shared_expert_intermediate_size") or number("n_shared_experts") * width,
         first_dense=number("first_k_dense_replace"),
-        expert_layers=_expert_layers(number) if experts else "",
+        expert_layers=_expert_layers(number, layers) if experts else "",
         gated=gated,
         tied=bool(inner.get("tie_word_embeddings", False)),
         positions="rope" if gated else "learned",

@@ -97,6 +97,11 @@ def read(source: Source) -> Job:
     facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=dropout)
     shape, seq, gpus = _shape(args), args.whole(f"{T}sequence_length"), dp * ep * tp * pp * cp
     layout = replace(layout, stages=_uneven(stages_of_pipeline(shape, pp, tp)))
+    if empty := layout.stages.count(0):
+        args.find(
+            "note",
+            f"{empty} of {pp} ranks of the pipeline have no layer: it cuts by the cost of layers and head",
+        )
     return args.job(
         "nanotron", _NEUTRAL, shape=shape, layout=layout, gpus=gpus, seq=seq, facts=facts
     )

@@ -53,7 +53,7 @@ class Target:
         zero: the ZeRO stages that it has.
         sequence_parallel: whether tp can shard the activations between products.
         overlaps: whether its texts say that gradients are reduced beside compute.
-        stages: (stages of a rank, layers of each stage) of a job whose file does not say its layers.
+        stages: (stages of a rank, layers of each stage) of a job whose model is not that of its file.
     """
 
     name: str

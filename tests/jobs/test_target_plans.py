@@ -221,6 +221,18 @@ def test_the_plan_is_the_fastest_with_these_stages(deep) -> None:
     assert best.predicted.step_time_s == pytest.approx(min(found), rel=1e-6)
 
 
+def test_another_model_is_cut_otherwise(deep, tmp_path) -> None:
+    plan = within_nanotron(deep, pp=2)
+    path = tmp_path / "config.yaml"
+    path.write_text(exported_job(plan, "nanotron", DEEP.name)[1].text)
+    model = DEEP.name.replace("layers=10", "layers=4")
+    found = check_job(autopar.read_job(path), CLUSTER, model=model, advise=False)
+    assert found.layers == ((3,), (1,))
+    path.write_text(path.read_text().replace("num_hidden_layers: 10", "num_hidden_layers: 1"))
+    notes = [str(finding) for finding in autopar.read_job(path).findings]
+    assert any("1 of 2 ranks of the pipeline have no layer" in note for note in notes)
+
+
 def test_a_cut_that_leaves_a_rank_without_a_layer(deep) -> None:
     spec = parse_model("llama:layers=4,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=2048,seq=256")
     traced = api.trace_spec(spec, 256)
