@@ -37,7 +37,7 @@ from autopar.runtime.state.precision import (
     precision_note,
 )
 from autopar.targets.model_shape import shape_of_module
-from autopar.targets.registry import target_of
+from autopar.targets.registry import restriction_of, target_of
 from autopar.trace.batches import (
     ExampleInputs,
     batch_tensors,
@@ -234,7 +234,7 @@ def plan(
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
     if target is not None:
         shape, seq = shape_of_module(model), tokens_per_row(traced)
-        request = request.within(target_of(target).restriction(shape, seq))
+        request = request.within(restriction_of(target, shape, seq))
     if global_batch is None:
         request = replace(request, global_batch=default(traced.together))
     note = ""

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from autopar.targets.job import Exported
 
 FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
+ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 
 
 @click.command(cls=options.Command)
 @click.argument("file", type=click.Path(dir_okay=False))
+@ARGUMENTS
 @click.option("--cluster", required=True, help="Where it runs: dgx-h100:8, h100:4, or a YAML file.")
 @click.option("--model", help="A MODEL, if the file does not say its dimensions.")
 @click.option(
@@ -47,6 +49,7 @@ FRAMEWORK = click.option("--framework", help="The file's framework (default: tol
 def check(
     ctx: click.Context,
     file: str,
+    args: tuple[str, ...],
     cluster: str,
     model: str | None,
     seq: int | None,
@@ -62,9 +65,10 @@ def check(
     Exit code 1 if it is refused, does not fit, or cannot be priced.
 
     FILE is a launch script or a configuration of Megatron-LM, Megatron-Bridge, torchtitan, DeepSpeed,
-    Accelerate, Transformers or nanotron.  Nothing in it is run.
+    Accelerate, Transformers or nanotron.  Nothing in it is run.  ARGS are the arguments that a script
+    is started with.
     \u000c
-    `file` is its path, `cluster` and `model` are texts, `seq` tokens, batches sequences, `measured`
+    `file` is its path, `args` are texts, `cluster` and `model` are texts, `seq` tokens, batches sequences, `measured`
     a text such as '8.1s' or the path of a log, `time_limit` seconds. `as_json`: prints JSON instead of tables.
     `pictures` has the arguments of `Pictures`.
     """
@@ -76,7 +80,7 @@ def check(
         from autopar.request.arguments import parsed_cluster
         from autopar.targets.registry import read_job
 
-        job = read_job(file, framework)
+        job = read_job(file, framework, args or None)
         job = job.with_batches(micro_batch, global_batch)
         spec = parsed_cluster(cluster).one_kind
         gpus = spec.num_devices
@@ -134,19 +138,23 @@ def export(
 
 @click.command(cls=options.Command)
 @click.argument("file", type=click.Path(dir_okay=False))
+@ARGUMENTS
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
 @FRAMEWORK
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
-def convert(file: str, target: str, framework: str | None, output: str | None) -> None:
-    """Write a job FILE of one framework in the words of another, and say what is lost.
+def convert(
+    file: str, args: tuple[str, ...], target: str, framework: str | None, output: str | None
+) -> None:
+    """Write a job FILE of one framework in the words of another, and say what is lost. ARGS are the
+    arguments that a script is started with.
     \u000c
-    `file` is its path, `target` the framework to write for, `framework` that of the file (None: told
-    by its form), and `output` a path to write to (None: stdout).
+    `file` is its path and `args` are texts. `target` is the framework to write for, `framework` that
+    of the file (None: told by its form), and `output` a path to write to (None: stdout).
     """
     from autopar.jobs.export import convert as converted
     from autopar.targets.registry import read_job
 
-    _print(converted(read_job(file, framework), target), output)
+    _print(converted(read_job(file, framework, args or None), target), output)
 
 
 def _print(written: Exported, output: str | None) -> None:

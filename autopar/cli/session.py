@@ -154,11 +154,10 @@ class Planner:
         """What the command's target can run of the model."""
         from autopar.targets.job import ModelShape
         from autopar.targets.model_shape import shape_of
-        from autopar.targets.registry import target_of
+        from autopar.targets.registry import restriction_of
 
         shape = shape_of(self.spec) or ModelShape()
-        target = target_of(self.target or "")
-        return target.restriction(shape, seq or self.seq)
+        return restriction_of(self.target or "", shape, seq or self.seq)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
         """A plan for the request `ask`, searched for at most `time_limit_s` seconds or the

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import AutoparError
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.targets.from_plan import job_of_plan
-from autopar.targets.job import Exported, Job, ModelShape
+from autopar.targets.job import Exported, Job, Layout, ModelShape
+from autopar.targets.megatron_layout import even_stages
 from autopar.targets.registry import target_of
+from autopar.targets.target import Target
 from autopar.text.plan_words import named_cluster
 
 
@@ -59,6 +62,21 @@ _SHARDED = {
 }
 
 
+def _cut(layout: Layout, job: Job, target: Target) -> tuple[Layout, list[str]]:
+    """A layout with the stages that the target cuts, if it cuts them itself; and what that changes,
+    in words.
+    """
+    cuts = target.restriction(job.shape, job.seq or 1).cuts
+    mesh = MeshShape(pp=layout.pp, tp=layout.tp)
+    own = cuts.sizes(mesh, layout.vpp) if cuts and layout.pp > 1 else ()
+    before = layout.stages or even_stages(job.shape.layers, layout.pp * layout.vpp)
+    if not own or own == before:
+        return layout, []
+    words = ["-".join(map(str, sizes)) for sizes in (before, own)]
+    change = f"stages of {words[0]} layers become {words[1]}, as {target.title} cuts them"
+    return replace(layout, stages=own), [change]
+
+
 def convert(job: Job, target: str) -> Exported:
     """A job of one framework in the words of another. `losses` of the result has what is lost.
     Raises AutoparError if the other one cannot say its layout.
@@ -74,6 +92,8 @@ def convert(job: Job, target: str) -> Exported:
     if layout.zero not in found.zero and more:
         layout = replace(layout, zero=more[0])
         losses.append(f"ZeRO-{job.layout.zero} becomes ZeRO-{more[0]}, {_SHARDED[more[0]]}")
+    layout, changed = _cut(layout, job, found)
+    losses += changed
     if layout.zero > 1 and found.sharding == "dist_optimizer":
         losses.append(f"ZeRO-{layout.zero} is Megatron-FSDP, whose checkpoints have another format")
     moved = replace(job, framework=found.name, layout=layout, flags={})

@@ -166,7 +166,7 @@ def setting_of(
     shape = job.shape if spec is None else shape_of(spec) or ModelShape()
     known = replace(job, gpus=cluster.num_devices, shape=shape, seq=length)
     target = target_of(job.framework)
-    if target.stages and job.layout.pp > 1 and not job.shape.layers and shape.layers:
+    if target.stages and job.layout.pp > 1 and spec is not None and shape.layers:
         vpp, stages = target.stages(known)
         known = replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
     return Setting(known, target, cluster, spec or spec_of(shape, length))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.errors import AutoparError
 from autopar.models.base import NativeSpec
+from autopar.models.moe import MoEConfig
 from autopar.predict.models import config_of
 from autopar.predict.run import Dims, Latent
 from autopar.targets.job import ModelShape
@@ -39,7 +42,7 @@ def dims_of(shape: ModelShape, seq: int) -> Dims:
         top_k=shape.top_k,
         moe_ffn=moe_ffn if shape.experts else 0,
         shared_experts=-(-shape.shared_ffn // moe_ffn) if shape.experts else 0,
-        first_dense=shape.first_dense,
+        first_dense=shape.first_dense or _dense_layers(shape),
         mla=_latent(shape),
         mtp=shape.mtp if shape.experts else 0,
     )
@@ -54,4 +57,14 @@ def _latent(shape: ModelShape) -> Latent | None:
 
 def spec_of(shape: ModelShape, seq: int) -> NativeSpec:
     """The spec of a reference model with these dimensions. Raises AutoparError as `dims_of`."""
-    return NativeSpec.of("the job's model", config_of(dims_of(shape, seq)))
+    config = config_of(dims_of(shape, seq))
+    if isinstance(config, MoEConfig) and shape.expert_layers:
+        config = replace(config, first_dense=0, expert_layers=shape.expert_layers)
+    return NativeSpec.of("the job's model", config)
+
+
+def _dense_layers(shape: ModelShape) -> int:
+    """How many layers have no experts, where they alternate with others; one fewer if all have none."""
+    bits = shape.expert_layers
+    whole = (bits * shape.layers)[: shape.layers]
+    return min(whole.count("0"), max(shape.layers - 1, 0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -244,9 +245,10 @@ class NativeSpec(ModelSpec):
     @property
     def period(self) -> int:
         """The number of layers after which their structure repeats: `window_every` of the config if
-        some layers have an attention window, else 1.
+        some layers have an attention window, and the length of `expert_layers`; else 1.
         """
-        return getattr(self.config, "window_every", 1) if self.config.window else 1
+        windows = getattr(self.config, "window_every", 1) if self.config.window else 1
+        return lcm(windows, len(getattr(self.config, "expert_layers", "")) or 1)
 
     def _attention_size(self) -> tuple[int, float]:
         config = self.config

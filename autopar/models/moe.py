@@ -40,7 +40,8 @@ class MoEConfig:
 
     `shared_ffn` is the width of the shared expert, 0 for none. With `capacity_factor` c > 0 each
     expert takes at most ceil(c * tokens * top_k / experts) choices, in token order; 0 means no
-    limit. The first `first_dense` layers have a dense MLP of width `dense_ffn`. `head_width`,
+    limit. The first `first_dense` layers have a dense MLP of width `dense_ffn`. `expert_layers` says
+    it for each layer, 1 with experts and 0 dense, and repeats: "01" is every second. `head_width`,
     `window` and `window_every` are as in LlamaConfig. `mla` replaces grouped-query attention;
     `kv_heads` must then equal `heads`. `mtp` modules in sequence predict the token after the next,
     and so on; their mean loss is weighted by `mtp_coef`.
@@ -62,6 +63,7 @@ class MoEConfig:
     shared_ffn: int = 0
     capacity_factor: float = 0.0
     first_dense: int = 0
+    expert_layers: str = ""
     dense_ffn: int = 0
     head_width: int | None = None
     window: int = 0
@@ -85,7 +87,11 @@ class MoEConfig:
             raise AutoparError(
                 f"moe: first_dense={self.first_dense} must be at least 0 and below layers={self.layers}."
             )
-        if self.first_dense or self.dense_ffn:
+        if self.expert_layers and (self.first_dense or set(self.expert_layers) - {"0", "1"}):
+            raise AutoparError(
+                f"moe: expert_layers={self.expert_layers!r} must be of 0 and 1, such as '01', without first_dense"
+            )
+        if self.first_dense or self.dense_ffn or "0" in self.expert_layers:
             check_fields("moe", self, "dense_ffn")
         if self.top_k > self.experts:
             raise AutoparError(
@@ -100,6 +106,12 @@ class MoEConfig:
             raise AutoparError(
                 f"moe: capacity_factor={self.capacity_factor} must be 0 (nothing is dropped) or a positive number."
             )
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer with this index has a dense MLP instead of experts."""
+        if self.expert_layers:
+            return self.expert_layers[layer % len(self.expert_layers)] == "0"
+        return layer < self.first_dense
 
     @property
     def head_dim(self) -> int:
@@ -258,7 +270,7 @@ class MoE(nn.Module):
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(
-            MoEBlock(config, dense=index < config.first_dense) for index in range(config.layers)
+            MoEBlock(config, dense=config.is_dense(index)) for index in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = Linear(config.hidden, config.vocab)

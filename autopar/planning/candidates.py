@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations, product
 from math import gcd
 
@@ -29,7 +30,13 @@ from autopar.planning.model_facts import (
     num_experts,
     shared_updates,
 )
-from autopar.planning.pin_checks import schedule_of, searches_split_backward
+from autopar.planning.pin_checks import check_pins, schedule_of, searches_split_backward
+from autopar.planning.within_target import (
+    check_target_pins,
+    none_within,
+    pinned_sizes,
+    uncut_words,
+)
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
@@ -61,6 +68,8 @@ def schedules_for(
     several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin.schedule,) if pin.schedule else SCHEDULES:
+        if name == "none":  # pinned: there is no pipeline
+            continue
         if splits_backward(name) and not split_backward:
             continue
         counts = several if SCHEDULES[name].min_stages_per_rank > 1 or pin.vpp else (1,)
@@ -183,17 +192,22 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     """
     meshes = meshes_for(request, traced)
     found = [candidate for mesh in meshes for candidate in _candidates_on(mesh, request, traced)]
-    if found and request.restriction is not None:
-        allowed = [candidate for candidate in found if request.restriction.allows(candidate)]
-        if not allowed:
-            raise AutoparError(
-                f"{request.restriction.name} can run none of the {len(found)} layouts that the pins {request.pin or 'given'} and the "
-                "devices allow: drop pins, or use another number of devices or another batch"
-            )
-        found = allowed
     if not found:
         raise AutoparError(_none_words(request, traced, meshes))
-    return found
+    if request.restriction is None:
+        return found
+    rules = request.restriction.rules
+    allowed = [one for one in found if all(rule.allows(one) for rule in rules)]
+    if not allowed:
+        raise none_within(request, found, partial(layouts_within, traced=traced))
+    return allowed
+
+
+def layouts_within(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
+    """The candidates of a request whose pins are possible. Raises AutoparError if there are none."""
+    check_target_pins(request, partial(layouts_within, traced=traced))
+    check_pins(request, traced)
+    return candidates_for(request, traced)
 
 
 def _candidates_on(
@@ -220,7 +234,7 @@ def _candidates_on(
         if micro_batch * mesh.dp < traced.split.least_rows:
             continue
         stagings = _stagings(request, mesh, number, traced)
-        for recompute, (count, schedule, schedules) in product(recomputes, stagings):
+        for recompute, (count, schedule, schedules, sizes) in product(recomputes, stagings):
             yield Candidate(
                 mesh,
                 micro_batch,
@@ -232,6 +246,7 @@ def _candidates_on(
                 schedules=schedules,
                 offload=pin.offload or "none",
                 shard=shard,
+                stage_sizes=sizes,
             )
 
 
@@ -271,6 +286,7 @@ def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[Mesh
     return (
         (meshes and _unsplit_words(request, traced, meshes))
         or (meshes and _unshared_words(request, meshes))
+        or uncut_words(request, meshes, len(traced.layers))
         or _no_pipeline_words(request, len(traced.layers), bool(meshes))
     )
 
@@ -327,6 +343,7 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
     """
     pin, devices = request.pin, request.cluster.num_devices
     pins = ", ".join(f"{key}={value}" for key, value in pin.items())
+    within = f" within what {request.restriction.name} can run" if request.restriction else ""
     if request.is_mixed:
         return (
             f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, "
@@ -340,26 +357,40 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
         )
     return (
         f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
-        f"{pins or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
+        f"{pins or 'given'}{within}: use a global batch that is a multiple of {devices}, or drop pins"
     )
 
 
 def _stagings(
     request: PlanRequest, mesh: MeshShape, number: int, traced: TracedModel
-) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
-    """How candidates of a mesh with `number` micro-batches are cut into stages: at most one (stages
-    per rank, schedule, schedules to choose from). Without a pipeline the schedule is 'none'. With
-    pinned stages, or without a pipeline, there is nothing to choose from: (). [] if no schedule can
-    run.
+) -> list[tuple[int, str, tuple[tuple[str, int], ...], tuple[int, ...]]]:
+    """How candidates of a mesh with `number` micro-batches are cut into stages: (stages per rank,
+    schedule, schedules to choose from, layers of each stage). Without a pipeline the schedule is
+    'none'. With pinned stages, or without a pipeline, there is no schedule to choose from: ().
+
+    Layers are () unless they are fixed, by a pin or by the request's target. There is at most one
+    entry if the target does not fix them, else at most one for each number of stages a rank. [] if
+    no schedule can run.
     """
-    pin = request.pin
+    pin, blocks = request.pin, len(traced.layers)
     if mesh.pp == 1:
-        return [(1, "none", ())]
+        return [(1, "none", (), ())]
+    cuts = None if request.restriction is None else request.restriction.cuts
     if pin.stages is not None:
         schedule, count = schedule_of(pin), pin.vpp or 1
-        return [(count, schedule, ())] if _can_run(schedule, mesh.pp, count, number) else []
+        fits = _can_run(schedule, mesh.pp, count, number)
+        pinned = pinned_sizes(pin, mesh.pp, blocks)
+        fits = fits and (cuts is None or cuts.sizes(mesh, count) == pinned)
+        return [(count, schedule, (), stage_sizes(pin.stages))] if fits else []
     schedules = _schedules(request, mesh, number, traced)
-    return [(count, name, schedules) for name, count in schedules[:1]]
+    if cuts is None:
+        return [(count, name, schedules, ()) for name, count in schedules[:1]]
+    found = []
+    for count in dict.fromkeys(count for _, count in schedules):
+        alike = tuple(pair for pair in schedules if pair[1] == count)
+        sizes = cuts.sizes(mesh, count)
+        found += [(count, alike[0][0], alike, sizes)] if sum(sizes) == blocks else []
+    return found
 
 
 def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
@@ -451,5 +482,5 @@ def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Se
         offload=candidate.offload,
         shard=candidate.shard,
         between=None if isinstance(request.cluster, ClusterSpec) else request.cluster.between,
-        stage_sizes=stage_sizes(request.pin.stages),
+        stage_sizes=candidate.stage_sizes,
     )

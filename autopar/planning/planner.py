@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 
 from threadpoolctl import threadpool_limits
 
@@ -15,11 +16,17 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.planning.candidates import candidates_for, common_layouts, setting_of
+from autopar.planning.candidates import (
+    candidates_for,
+    common_layouts,
+    layouts_within,
+    setting_of,
+)
 from autopar.planning.model_facts import as_recomputed
 from autopar.planning.no_plan import no_plan_fits
 from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
+from autopar.planning.within_target import check_target_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.host_time import host_s
@@ -159,6 +166,7 @@ def plan_traced(
     lacks memory.
     """
     request = _of_groups(request, traced)
+    check_target_pins(request, partial(layouts_within, traced=traced))
     check_pins(request, traced)
     limits = SearchLimits(time_s=time_limit_s, processes=processes or processes_for_search())
     if request.pin.fuse == AUTO:

@@ -28,7 +28,8 @@ class PlanRequest:
     line; '' if it was given as an object. `tolerance`: the plan may take this fraction longer than
     the fastest if it is simpler. `runners_up`: the certificate gets the best plan of each family of
     layouts. The memory that a plan leaves free is that of the cluster (`headroom`). `restriction`:
-    what another framework can run, or None.
+    what another framework can run, or None. `asked`: the user's pins, if `pin` has those of the
+    restriction too.
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible.
     """
@@ -45,6 +46,7 @@ class PlanRequest:
     tolerance: float = 0.0
     runners_up: bool = False
     restriction: Restriction | None = None
+    asked: Pins | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.global_batch):
@@ -70,7 +72,9 @@ class PlanRequest:
 
     def within(self, restriction: Restriction) -> PlanRequest:
         """This request within what another framework can run; the user's pins stay."""
-        return replace(self, pin=restriction.pins_with(self.pin), restriction=restriction)
+        asked = self.pin if self.asked is None else self.asked
+        pin = restriction.pins_with(asked)
+        return replace(self, pin=pin, restriction=restriction, asked=asked)
 
     @property
     def is_mixed(self) -> bool:

@@ -6,10 +6,22 @@ import re
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.arguments import Arguments, flat_texts, is_true, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.target import NotExpressible, Source, Target, head_findings, heads_divide
+from autopar.targets.target import (
+    NO_EXPERTS,
+    NO_PIPELINE,
+    OFFLOADS_ALL,
+    ONE_ORDER,
+    WHOLE_POSITIONS,
+    NotExpressible,
+    Source,
+    Target,
+    even_heads,
+    even_positions,
+    head_findings,
+)
 
 _NEUTRAL = re.compile(
     r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"
@@ -244,20 +256,33 @@ def late_findings(job: Job) -> list[Finding]:
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What Accelerate can run: FSDP 2 with tensor and context parallelism, or copies alone."""
 
-    def allows(choice: Any) -> bool:
+    def shards(choice: Any) -> bool:
         mesh = choice.mesh
         plain = mesh.tp * mesh.cp == 1 or mesh.dp * mesh.cp == 1
-        return (
-            mesh.pp == mesh.ep == 1
-            and heads_divide(shape, mesh.tp)
-            and not (mesh.cp > 1 and seq % (2 * mesh.cp))
-            and choice.zero != 1
-            and (choice.zero > 0 or plain)
-            and mesh.order == ""
-        )
+        return choice.zero > 1 or (choice.zero == 0 and plain)
+
+    def computes_again(choice: Any) -> bool:
+        return choice.recompute == "none" or choice.zero > 0
 
     return Restriction(
-        "Accelerate", {"sequence_parallel": False, "pp": 1}, ("none", "full"), (), allows
+        "Accelerate",
+        {"sequence_parallel": False, "pp": 1},
+        ("none", "full"),
+        (),
+        {
+            "pp": NO_PIPELINE,
+            "ep": NO_EXPERTS,
+            "sequence_parallel": WHOLE_POSITIONS,
+            "zero": Only((0, 2, 3), "has no ZeRO-1"),
+            "offload": OFFLOADS_ALL,
+        },
+        (
+            Limit("shards by FSDP, and has copies only without tp and cp", "zero=2 or 3", shards),
+            Limit("computes again under FSDP alone", "zero=2 or 3", computes_again),
+            even_heads(shape),
+            even_positions(seq),
+            ONE_ORDER,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.job import Finding, Job
-from autopar.targets.shell_syntax import CLOSE, OPEN
+from autopar.targets.shell_words import CLOSE, OPEN
 
 _TRUE = ("", "true", "1", "yes", "on")
 _NONE = ("none", "null")
@@ -105,8 +105,12 @@ class Arguments:
         return next((name for name in names if name in self.values), names[0])
 
     def _unknown(self, name: str, value: str) -> None:
-        what = f"{name} is {shown_value(value)}, which cannot be determined from the file"
-        self.find("unknown", what, legal=(f"write the value of {name} in its place",))
+        shown = shown_value(value)
+        what = f"{name} is {shown}, which cannot be determined from the file"
+        legal: tuple[str, ...] = (f"write the value of {name} in its place",)
+        if re.search(r"\$\{?[1-9@*]", shown):
+            legal += ("give the arguments of the script behind --",)
+        self.find("unknown", what, legal=legal)
 
     def job(self, framework: str, neutral: re.Pattern[str] | None = None, **fields: Any) -> Job:
         """The job with these fields, the options that were read, those without a price and what was

@@ -103,7 +103,7 @@ def read(source: Source) -> Job:
         return _of_recipe(job, "bf16" if bf16 else job.facts.precision)
     words = [
         word
-        for command, _ in read_script(source.text, source.read_file).commands
+        for command, _ in read_script(source.text, source.read_file, source.args).commands
         for word in command
     ]
     found = [_OVERRIDE.fullmatch(word) for word in words]
@@ -123,7 +123,7 @@ def _of_performance(source: Source) -> Job:
     """The job of a script that starts a performance recipe by name. Raises AutoparError if no command
     does.
     """
-    script, options = read_script(source.text, source.read_file), dict[str, str]()
+    script, options = read_script(source.text, source.read_file, source.args), dict[str, str]()
     for _, words in script.programs():
         starts = [n for n, word in enumerate(words) if _PERFORMANCE.search(word)]
         if starts:

@@ -8,11 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.accelerate import late_findings
 from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.target import NotExpressible, Source, Target, heads_divide, multiples_near
+from autopar.targets.target import (
+    ONE_ORDER,
+    WHOLE_POSITIONS,
+    WHOLE_SHARDS,
+    NotExpressible,
+    Source,
+    Target,
+    multiples_near,
+)
 
 Z = "zero_optimization."
 _BATCH = "train_batch_size"
@@ -158,20 +166,43 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
 
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What a configuration of DeepSpeed can say: ZeRO without a pipeline, tp, and Ulysses."""
+    heads = shape.kv_heads or shape.heads
 
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
-        split = heads_divide(shape, mesh.tp * mesh.cp) and not (mesh.tp > 1 and mesh.cp > 1)
-        return (
-            mesh.pp == mesh.ep == 1
-            and split
-            and mesh.order == ""
-            and not choice.shard
-            and (mesh.tp == 1 or choice.zero < 3)
-        )
+    def splits(choice: Any) -> bool:
+        return not (heads and heads % (choice.mesh.tp * choice.mesh.cp))
 
-    pins = {"sequence_parallel": False, "pp": 1, "context_method": "ulysses"}
-    return Restriction("DeepSpeed", pins, ("none", "full"), (), allows)
+    return Restriction(
+        "DeepSpeed",
+        {"sequence_parallel": False, "pp": 1, "context_method": "ulysses"},
+        ("none", "full"),
+        (),
+        {
+            "pp": Only((1,), "has pipelines as code (PipelineModule), not in its configuration"),
+            "ep": Only((1,), "has expert parallelism as code, not in its configuration"),
+            "sequence_parallel": WHOLE_POSITIONS,
+            "context_method": Only(("ulysses",), "has Ulysses alone"),
+            "shard": Only((0,), "has copies of shards by zero_hpz_partition_size alone"),
+        },
+        (
+            Limit(
+                f"shares out {heads} heads of keys and values evenly over tp or cp",
+                f"a tp or cp that divides {heads}",
+                splits,
+            ),
+            Limit(
+                "has tp or Ulysses, not both",
+                "tp=1 or cp=1",
+                lambda choice: choice.mesh.tp == 1 or choice.mesh.cp == 1,
+            ),
+            Limit(
+                "has no tp under ZeRO-3",
+                "zero=0, 1 or 2, or tp=1",
+                lambda choice: choice.mesh.tp == 1 or choice.zero < 3,
+            ),
+            ONE_ORDER,
+            WHOLE_SHARDS,
+        ),
+    )
 
 
 def config_of(job: Job) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Expands words of a script as a shell would. Nothing is run: a command substitution, the environment
-and positional arguments are values that are not known.
+"""Expands words of a script as a shell would. Nothing is run: a command substitution and the
+environment are values that are not known, and so are positional arguments that are not given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.shell_syntax import (
+from autopar.targets.shell_words import (
     CLOSE,
     MOST_CHARACTERS,
     OPEN,
@@ -53,6 +53,7 @@ class Script:
         notes: what was assumed, one sentence each.
         unread: files that the script reads with `source` and that are not there.
         files: the text of each file that the script writes from a here-document, by its name.
+        stops: the line of the `exit` that ends it, or 0.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Script:
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    stops: int = 0
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
@@ -102,7 +104,9 @@ class Expansion:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.arguments: tuple[str, ...] | None = None  # of the function that runs
+        self.arguments: tuple[str, ...] | None = None  # of the function or script that runs
+        # variables that certainly have no value, unless one is assigned
+        self.empty: set[str] = set()
         self.unsure = 0  # how many conditions around the command the file does not tell
 
     def text(self, word: Word) -> str:
@@ -176,10 +180,12 @@ class Expansion:
 
     def _values(self, name: str, index: str | None) -> tuple[str, ...] | None:
         """The values of a variable, or None if it is not set here."""
-        if re.fullmatch(r"[0-9]+|[@*]", name):
+        if re.fullmatch(r"[0-9]+|[@*#]", name):
             arguments = self.arguments
             if name in "@*":
                 return arguments
+            if name == "#":
+                return None if arguments is None else (str(len(arguments)),)
             number = int(name)
             inside = arguments is not None and 1 <= number <= len(arguments)
             return (arguments[number - 1],) if arguments is not None and inside else None
@@ -195,6 +201,9 @@ class Expansion:
     def _unset(self, name: str) -> tuple[str, ...]:
         if name in ("@", "*"):
             return (unknown(f'"${name}", the arguments of the script'),)
+        if name in self.empty:
+            self.script.note(f"${name} is taken to be unset")
+            return ("",)
         return (unknown(f"${{{name}}}" if name.isdigit() and len(name) > 1 else f"${name}"),)
 
     def _changed(self, values: tuple[str, ...] | None, name: str, change: str) -> tuple[str, ...]:

@@ -48,8 +48,9 @@ class ModelShape:
     """The dimensions of a model as far as a job says them; 0 is unknown.
 
     `ffn` is the width of a dense MLP and `moe_ffn` that of an expert. `shared_ffn` is the width of
-    what all tokens use besides. The first `first_dense` layers have no experts. `mtp` counts extra
-    layers that predict later tokens. `latent` are the sizes of latent attention, or ().
+    what all tokens use besides. The first `first_dense` layers have no experts. `expert_layers` says
+    it for each layer instead, 1 with experts and 0 without, and repeats. `mtp` counts extra layers
+    that predict later tokens. `latent` are the sizes of latent attention, or ().
     """
 
     layers: int = 0
@@ -64,6 +65,7 @@ class ModelShape:
     moe_ffn: int = 0
     shared_ffn: int = 0
     first_dense: int = 0
+    expert_layers: str = ""
     mtp: int = 0
     gated: bool = False
     tied: bool = False

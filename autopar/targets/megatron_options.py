@@ -110,6 +110,7 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
     )
     experts = args.whole("num_experts", "num_moe_experts", least=0) or 0
     experts = 0 if experts == 1 else experts  # one that all tokens take is a dense layer
+    dense, expert_layers = _expert_layers(args, layers) if experts else (0, "")
     untied = args.flag("untie_embeddings_and_output_weights")
     shared = args.flag("share_embeddings_and_output_weights")
     args.text("position_embedding_type")
@@ -132,7 +133,8 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         top_k=_top_k(args) if experts else 0,
         moe_ffn=(args.whole("moe_ffn_hidden_size") or ffn) if experts else 0,
         shared_ffn=args.whole("moe_shared_expert_intermediate_size", least=0) or 0,
-        first_dense=_first_dense(args, layers) if experts else 0,
+        first_dense=dense,
+        expert_layers=expert_layers,
         mtp=args.whole("mtp_num_layers", least=0) or 0,
         gated=gated,
         tied=not untied if shared is None else shared,
@@ -157,37 +159,54 @@ def _latent(args: Arguments) -> tuple[int, ...]:
     return tuple(args.whole(n, least=0) or d for n, d in zip(names, defaults, strict=True))
 
 
-def _first_dense(args: Arguments, layers: int) -> int:
-    """The dense layers of a model with experts: those before the first one with experts, from
-    `--moe-layer-freq`. Dense layers that alternate with others are counted as the first ones.
+def _expert_layers(args: Arguments, layers: int) -> tuple[int, str]:
+    """Which layers of a model with experts are dense, from `--moe-layer-freq`: how many before the
+    first one with experts, and `ModelShape.expert_layers` if they alternate.
     """
     if "moe_expert_parallel_size" in args.values:  # of Megatron-DeepSpeed
         every = args.whole("expert_interval") or 2
-        return _alternating(args, layers - layers // every, f"expert_interval {every}")
+        return _dense("0" * (min(every, 1000) - 1) + "1", layers)
     text = args.text("moe_layer_freq")
     if text in (None, "", "1"):
-        return 0
+        return 0, ""
     pattern = re.sub(r"\s", "", str(text))
     if re.fullmatch(r"\d{1,4}", pattern) and int(pattern):
-        return _alternating(args, layers - -(-layers // int(pattern)), f"moe_layer_freq {text}")
+        return _dense("1" + "0" * (int(pattern) - 1), layers)
     sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
     if sums is None:
         args.find(
             "note", f"moe_layer_freq {text}: which layers have experts is priced as if all had"
         )
-        return 0
+        return 0, ""
     parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
-    bits = "".join(part.replace(",", "") * int(count or 1) for part, count in parts)
-    if "0" in bits.lstrip("0"):
-        return _alternating(args, bits.count("0"), f"moe_layer_freq {text}")
-    return bits.count("0")
+    counted = [(part.replace(",", ""), int(count or 1)) for part, count in parts]
+    if sum(len(part) * count for part, count in counted) > MOST_PERIOD:
+        args.find("refused", f"moe_layer_freq has more than {MOST_PERIOD:,} layers")
+        return 0, ""
+    bits = "".join(part * count for part, count in counted)
+    if layers and len(bits) != layers:
+        args.find("refused", f"moe_layer_freq {text} has {len(bits)} layers, and the model {layers}",
+                  "Invalid length of moe_layer_pattern", (f"a list of {layers} numbers",))  # fmt: skip
+    return _dense(bits, layers)
 
 
-def _alternating(args: Arguments, dense: int, option: str) -> int:
-    """The number of dense layers, with a note that they are priced as the first ones."""
-    if dense > 0:
-        args.find("note", f"{option}: the {dense} layers without experts are priced as the first")
-    return max(0, dense)
+MOST_PERIOD = 10_000
+"""The most layers after which experts repeat."""
+
+
+def _dense(bits: str, layers: int) -> tuple[int, str]:
+    """(dense layers before the first with experts, `ModelShape.expert_layers` if others are dense
+    too), for layers whose `bits` repeat.
+    """
+    if layers > MOST_PERIOD:
+        return 0, bits
+    whole = (bits * (layers // len(bits) + 1))[:layers] if layers else bits
+    first = len(whole) - len(whole.lstrip("0"))
+    if "0" not in whole[first:] and first < len(whole):
+        return first, ""
+    # equal to itself, moved by a period
+    period = next(n for n in range(1, len(whole) + 1) if whole.startswith(whole[n:]))
+    return 0, whole[:period]
 
 
 def _vocabulary(args: Arguments) -> int:

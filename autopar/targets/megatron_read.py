@@ -98,7 +98,7 @@ def _with(job: Job, findings: list[Finding]) -> Job:
 
 
 def _of_script(source: Source) -> Job:
-    script = read_script(source.text, source.read_file)
+    script = read_script(source.text, source.read_file, source.args)
     best, launched = max(
         script.programs(), key=lambda program: _marks(program[1]), default=(-1, ())
     )
@@ -118,8 +118,9 @@ def _of_script(source: Source) -> Job:
                 if script.unread
                 else ""
             )
+            ends = f"; it ends with the exit in line {script.stops}" if script.stops else ""
             raise AutoparError(
-                f"no job: no command of {source.name} has two options of Megatron-LM{missing}"
+                f"no job: no command of {source.name} has two options of Megatron-LM{missing}{ends}"
             )
         findings.append(
             Finding(

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Restriction
 from autopar.targets.arguments import Arguments
 from autopar.targets.job import Finding, Job, ModelShape
 from autopar.targets.megatron_layout import counted_stages
-from autopar.targets.target import divisors_near, multiples_near
+from autopar.targets.target import (
+    OFFLOADS_OPTIMIZER,
+    divisors_near,
+    even_experts,
+    even_positions,
+    multiples_near,
+)
 
 Check = Callable[[Job, int], Iterator[Finding]]
 TP, PP, CP = (
@@ -395,25 +401,47 @@ _CHECKS: tuple[Check, ...] = (
 
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What Megatron-LM can run of a model with sequences of `seq` tokens."""
+    groups = shape.kv_heads or shape.heads
 
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
+    def heads(choice: Any) -> bool:
+        tp = choice.mesh.tp
+        even = not (groups and groups % tp and tp % groups)
+        return even and not (shape.heads and shape.heads % tp)
+
+    def rounds(choice: Any) -> bool:
         counts = [count for _, count in choice.schedules] or [choice.stages_per_rank]
-        groups = shape.kv_heads or shape.heads
-        return (
-            not (shape.heads and shape.heads % mesh.tp)
-            and not (groups and groups % mesh.tp and mesh.tp % groups)
-            and not (mesh.cp > 1 and seq % (2 * mesh.cp))
-            and not (mesh.ep > 1 and (not shape.experts or shape.experts % mesh.ep))
-            and (choice.zero < 2 or mesh.pp * mesh.tp * mesh.cp * mesh.ep == 1)
-            and (mesh.order == "" or mesh.placed in MAPPINGS)
-            and (mesh.pp == 1 or max(counts) == 1 or choice.num_microbatches % mesh.pp == 0)
-        )
+        pp = choice.mesh.pp
+        return pp == 1 or max(counts) == 1 or choice.num_microbatches % pp == 0
+
+    def shards(choice: Any) -> bool:
+        mesh = choice.mesh
+        return choice.zero < 2 or mesh.pp * mesh.tp * mesh.cp * mesh.ep == 1
 
     return Restriction(
         "Megatron-LM",
         {"sequence_parallel": True},
         ("none", "selective", "full"),
         ("1f1b", "interleaved_1f1b"),
-        allows,
+        {"offload": OFFLOADS_OPTIMIZER},
+        (
+            Limit(
+                f"shares out {shape.heads} heads evenly over tp, and {groups} of keys and values "
+                "evenly or in copies",
+                f"a tp that divides {shape.heads} and divides or is a multiple of {groups}",
+                heads,
+            ),
+            even_positions(seq),
+            even_experts(shape),
+            Limit("has ZeRO-2 and 3 for data parallelism alone", "zero=0 or 1", shards),
+            Limit(
+                "has two orders of ranks, tp-cp-ep-dp-pp and tp-cp-ep-pp-dp from the inside",
+                "no order",
+                lambda choice: choice.mesh.order == "" or choice.mesh.placed in MAPPINGS,
+            ),
+            Limit(
+                "wants a multiple of pp micro-batches with several stages a rank",
+                "vpp=1, or a micro_batch with which pp divides the micro-batches",
+                rounds,
+            ),
+        ),
     )

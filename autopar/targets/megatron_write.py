@@ -78,6 +78,11 @@ def _shape_flags(shape: ModelShape) -> dict[str, str]:
         )
         dense = shape.first_dense
         found |= {"moe-layer-freq": f"[0]*{dense}+[1]*{shape.layers - dense}"} if dense else {}
+        if bits := shape.expert_layers:
+            times, rest = divmod(shape.layers, len(bits))
+            parts = [f"[{','.join(bits)}]*{times}"] if times else []
+            parts += [f"[{','.join(bits[:rest])}]"] if rest else []
+            found["moe-layer-freq"] = "+".join(parts)
     found |= {"mtp-num-layers": str(shape.mtp)} if shape.mtp else {}
     if shape.latent:
         names = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -51,6 +51,7 @@ def _of_native(config: NativeConfig) -> ModelShape:
         moe_ffn=moe.ffn if moe else 0,
         shared_ffn=moe.shared_ffn if moe else 0,
         first_dense=moe.first_dense if moe else 0,
+        expert_layers=moe.expert_layers if moe else "",
         mtp=moe.mtp if moe else 0,
         gated=gpt is None and getattr(config, "activation", "swiglu") == "swiglu",
         tied=config.tie_embeddings,
@@ -65,6 +66,19 @@ def _of_native(config: NativeConfig) -> ModelShape:
         if latent
         else (),
     )
+
+
+def _expert_layers(number: Callable[..., int], layers: int) -> str:
+    """Which layers have experts, as `ModelShape.expert_layers`; '' if all have. `number(name)` is a
+    field of a Hugging Face config with `layers` layers, 0 without it.
+    """
+    step = number("interleave_moe_layer_step", "decoder_sparse_step")  # Llama 4; Qwen
+    period, offset = number("expert_layer_period"), number("expert_layer_offset")  # Jamba
+    if step > 1:
+        period, offset = step, step - 1
+    if period <= 1:
+        return ""
+    return "".join("1" if layer == offset else "0" for layer in range(min(period, layers)))
 
 
 def _of_config(config: Mapping[str, Any]) -> ModelShape | None:
@@ -95,6 +109,7 @@ def _of_config(config: Mapping[str, Any]) -> ModelShape | None:
         moe_ffn=(width or ffn) if experts else 0,
         shared_ffn=number("shared_expert_intermediate_size") or number("n_shared_experts") * width,
         first_dense=number("first_k_dense_replace"),
+        expert_layers=_expert_layers(number, layers) if experts else "",
         gated=gated,
         tied=bool(inner.get("tie_word_embeddings", False)),
         positions="rope" if gated else "learned",

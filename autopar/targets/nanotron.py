@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.ir.mesh import MeshShape
+from autopar.request.restriction import Cuts, Limit, Only, Restriction
 from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.megatron_layout import even_stages
+from autopar.targets.nanotron_stages import stages_of_pipeline
 from autopar.targets.target import (
+    NO_CONTEXT,
+    NO_OFFLOAD,
+    ONE_ORDER,
+    ONE_STAGE,
+    WHOLE_SHARDS,
     NotExpressible,
     Source,
     Target,
     divisors_near,
+    even_heads,
     head_findings,
-    heads_divide,
     torchrun,
 )
 
@@ -87,9 +96,26 @@ def read(source: Source) -> Job:
     dropout = args.number(f"{M}resid_pdrop") or 0.0
     facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=dropout)
     shape, seq, gpus = _shape(args), args.whole(f"{T}sequence_length"), dp * ep * tp * pp * cp
+    layout = replace(layout, stages=_uneven(stages_of_pipeline(shape, pp, tp)))
+    if empty := layout.stages.count(0):
+        args.find(
+            "note",
+            f"{empty} of {pp} ranks of the pipeline have no layer: it cuts by the cost of layers and head",
+        )
     return args.job(
         "nanotron", _NEUTRAL, shape=shape, layout=layout, gpus=gpus, seq=seq, facts=facts
     )
+
+
+def _uneven(stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers of each stage, or () if all have as many."""
+    return stages if len(set(stages)) > 1 else ()
+
+
+def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+    """(1, layers of each stage) of a job whose model is known now."""
+    by = job.layout
+    return 1, _uneven(stages_of_pipeline(job.shape, by.pp, by.tp))
 
 
 def _as_today(values: dict[str, str]) -> dict[str, str]:
@@ -196,24 +222,38 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
 
 
 def restriction(shape: ModelShape, seq: int) -> Restriction:
-    """What nanotron can run: tp with reduce-scatter, pipelines, ZeRO-1."""
+    """What nanotron can run: tp with reduce-scatter, pipelines that it cuts by cost, ZeRO-1. With
+    dimensions that are not known, it is not known where it cuts. Cuts that leave a rank without a
+    layer are left out.
+    """
 
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
-        return (
-            heads_divide(shape, mesh.tp)
-            and mesh.cp == 1
-            and choice.zero < 2
-            and not choice.shard
-            and mesh.order == ""
-        )
+    def sizes(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
+        found = stages_of_pipeline(shape, mesh.pp, mesh.tp) if stages_per_rank == 1 else ()
+        return found if all(found) else ()
 
     return Restriction(
         "nanotron",
         {"sequence_parallel": True, "cp": 1},
         ("none", "full"),
         ("1f1b", "gpipe"),
-        allows,
+        {
+            "cp": NO_CONTEXT,
+            "vpp": ONE_STAGE,
+            "zero": Only((0, 1), "has no ZeRO-2 and ZeRO-3"),
+            "offload": NO_OFFLOAD,
+        },
+        (
+            Limit("shards by ZeRO-1", "zero=0 or 1", lambda choice: choice.zero < 2),
+            even_heads(shape),
+            ONE_ORDER,
+            WHOLE_SHARDS,
+        ),
+        Cuts(
+            "cuts by the cost of layers and head, and a rank would have no layer"
+            if shape.layers
+            else "cuts by the dimensions of the model, which are not known",
+            sizes,
+        ),
     )
 
 
@@ -230,9 +270,13 @@ def config_of(job: Job) -> dict[str, Any]:
         lacking.append(f"schedule {by.schedule}: the nearest is 1f1b")
     if by.offload != "none" or by.order:
         lacking.append("offloading or another rank order")
-    if by.stages and len(set(by.stages)) > 1:
+    cut = stages_of_pipeline(job.shape, by.pp, by.tp)
+    stages = by.stages or even_stages(job.shape.layers, by.pp)
+    if (cut and stages != cut) or (not cut and len(set(by.stages)) > 1):
+        sizes = "-".join(map(str, stages)) or "equally many"
+        nearest = f": the nearest is {'-'.join(map(str, cut))}" if cut else ""
         lacking.append(
-            f"stages of {'-'.join(map(str, by.stages))} layers: it cuts by the cost of layers and head"
+            f"stages of {sizes} layers, since it cuts by the cost of layers and head{nearest}"
         )
     if lacking:
         raise NotExpressible(f"nanotron cannot say {'; '.join(lacking)}")
@@ -305,5 +349,6 @@ NANOTRON = Target(
     flags_of,
     sharding="zero",
     zero=(0, 1),
+    stages=stages_for,
 )
 """Hugging Face's nanotron."""

@@ -7,15 +7,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets import deepspeed
 from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.shell import read_script
-from autopar.targets.target import NotExpressible, Source, Target, heads_divide, nodes_of
+from autopar.targets.target import (
+    NO_EXPERTS,
+    NO_PIPELINE,
+    OFFLOADS_OPTIMIZER,
+    ONE_ORDER,
+    WHOLE_POSITIONS,
+    WHOLE_SHARDS,
+    NotExpressible,
+    Source,
+    Target,
+    even_heads,
+    nodes_of,
+)
 
 _NAMES = {
     "zero": ("ds.zero_stage", "zero_stage"),
@@ -27,6 +38,7 @@ _NAMES = {
     "recompute": ("model.gradient_checkpointing_enable", "gradient_checkpointing"),
     "overlap": ("ds.overlap_comm", "overlap_comm"),
     "seq": ("data.max_len", "max_len"),
+    "packed": ("ds.packing_samples", "packing_samples"),
 }
 """Names of options: of version 0.10 and later, and of the ones before."""
 _OF_ACTOR = "actor.gradient_checkpointing_enable"
@@ -49,7 +61,7 @@ def read(source: Source) -> Job:
     """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
     AutoparError if no command starts a trainer of OpenRLHF.
     """
-    script = read_script(source.text, source.read_file)
+    script = read_script(source.text, source.read_file, source.args)
     values, trainer = dict[str, str](), ""
     known = {name for names in _NAMES.values() for name in names}
     for _, words in script.programs():
@@ -130,7 +142,7 @@ def _note(args: Arguments, trainer: str) -> None:
         args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
     elif trainer == "train_dpo":
         args.find("note", "the reference model takes memory besides")
-    if args.flag("ds.packing_samples", "packing_samples"):
+    if args.flag(*_NAMES["packed"]):
         args.find("note", "samples are packed without padding: priced as all of the full length")
     rank = args.whole("ds.lora.rank", "lora_rank", least=0)
     find_adapters(Arguments({"lora_rank": str(rank or 0)}, args.findings))
@@ -154,24 +166,39 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         what = f"tp={job.layout.tp} in {job.facts.precision}"
         theirs = "BF16 is required for tensor parallel training"
         found.append(Finding("refused", what, theirs, ("--ds.param_dtype bf16",)))
+    packed = _name(job, "packed")
+    if job.layout.cp > 1 and job.flags and not job.flags.keys() & set(_NAMES["packed"]):
+        what = f"ring attention over cp={job.layout.cp} without packed samples"
+        theirs = "packing_samples must be enabled when using ring attention"
+        found.append(Finding("refused", what, theirs, (f"--{packed}",)))
     return found
 
 
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What OpenRLHF can run: ZeRO without a pipeline, tp below ZeRO-3, and ring attention."""
-
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
-        return (
-            mesh.pp == mesh.ep == 1
-            and heads_divide(shape, mesh.tp)
-            and mesh.order == ""
-            and not choice.shard
-            and (mesh.tp == 1 or choice.zero < 3)
-        )
-
-    pins = {"sequence_parallel": False, "pp": 1, "context_method": "ring"}
-    return Restriction("OpenRLHF", pins, ("none", "full"), (), allows)
+    return Restriction(
+        "OpenRLHF",
+        {"sequence_parallel": False, "pp": 1, "context_method": "ring"},
+        ("none", "full"),
+        (),
+        {
+            "pp": NO_PIPELINE,
+            "ep": NO_EXPERTS,
+            "sequence_parallel": WHOLE_POSITIONS,
+            "context_method": Only(("ring",), "has ring attention alone"),
+            "offload": OFFLOADS_OPTIMIZER,
+        },
+        (
+            Limit(
+                "has no tp under ZeRO-3",
+                "zero=0, 1 or 2, or tp=1",
+                lambda choice: choice.mesh.tp == 1 or choice.zero < 3,
+            ),
+            even_heads(shape),
+            ONE_ORDER,
+            WHOLE_SHARDS,
+        ),
+    )
 
 
 def _name(job: Job, what: str) -> str:
@@ -200,6 +227,7 @@ def flags_of(job: Job) -> dict[str, str]:
         "batch": str(batch // answers),
         "tp": str(by.tp) if by.tp > 1 else None,
         "cp": str(by.cp) if by.cp > 1 else None,
+        "packed": "" if by.cp > 1 else None,
         "offload": "" if by.offload == "optimizer" else None,
         "recompute": "" if by.recompute == "full" else None,
         "overlap": "" if job.facts.dp_overlap and by.zero < 3 else None,

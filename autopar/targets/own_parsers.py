@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -251,11 +255,86 @@ def _torchtitan(text: str, job: Job) -> Fields:
     return found | {"vpp": len(stages) // ranks.pp, "stages": stages, "schedule": schedule}
 
 
+class _Parsed(Exception):
+    """Carries the arguments that a trainer has parsed, before it trains."""
+
+
+def _folder_of(package: str) -> Path:
+    """The folder of an installed package, which is not imported. Raises ImportError without one."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"No module named {package!r}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _words_behind(text: str, program: str) -> list[str]:
+    """The words behind the program that a script starts."""
+    return shlex.split(text.partition(program)[2].replace("\\\n", " "))
+
+
+def _openrlhf(text: str, job: Job) -> Fields:
+    """Runs the part of its trainer that parses arguments. What the trainer imports for the training
+    itself is left out.
+    """
+
+    def stop(args: Any) -> None:
+        raise _Parsed(args)
+
+    folder = _folder_of("openrlhf")
+    utils: Any = ModuleType("openrlhf.utils")
+    utils.__path__ = [str(folder / "utils")]
+    utils.get_strategy, utils.get_tokenizer = stop, None
+    unused = "datasets datasets.utils models trainer trainer.sft_trainer".split()
+    modules = {f"openrlhf.{name}": mock.MagicMock() for name in unused}
+    words = ["train_sft", *_words_behind(text, "openrlhf.cli.train_sft")]
+    try:
+        with (
+            mock.patch.dict(sys.modules, modules | {"openrlhf.utils": utils}),
+            mock.patch.object(sys, "argv", words),
+        ):
+            runpy.run_path(str(folder / "cli" / "train_sft.py"), run_name="__main__")
+    except _Parsed as parsed:
+        (read,) = parsed.args
+    return {
+        "tp": read.ds.tensor_parallel_size,
+        "cp": read.ds.ring_attn_size,
+        "zero": read.ds.zero_stage,
+        "micro_batch": read.train.micro_batch_size,
+        "global_batch": read.train.batch_size,
+        "recompute": "full" if read.model.gradient_checkpointing_enable else "none",
+        "offload": "optimizer" if read.ds.adam_offload else "none",
+    } | ({"seq": read.data.max_len} if job.seq else {})
+
+
+def _verl(text: str, job: Job) -> Fields:
+    hydra: Any = import_module("hydra")
+    folder = _folder_of("verl") / "trainer" / "config"
+    with hydra.initialize_config_dir(config_dir=str(folder), version_base=None):
+        read = hydra.compose("ppo_trainer", overrides=_words_behind(text, "verl.trainer.main_ppo"))
+    actor, gpus = read.actor_rollout_ref.actor, read.trainer.n_gpus_per_node * read.trainer.nnodes
+    cp, fsdp = actor.ulysses_sequence_parallel_size, actor.fsdp_config
+    group = fsdp.fsdp_size if fsdp.fsdp_size > 0 else gpus
+    return {
+        "cp": cp,
+        "dp": gpus // cp,
+        "micro_batch": actor.ppo_micro_batch_size_per_gpu,
+        "global_batch": actor.ppo_mini_batch_size * read.actor_rollout_ref.rollout.n,
+        "zero": 0 if gpus == 1 else 3 if fsdp.reshard_after_forward else 2,
+        "copies": gpus // group,
+        "recompute": "full"
+        if read.actor_rollout_ref.model.enable_gradient_checkpointing
+        else "none",
+        "offload": "parameters" if fsdp.offload_policy else "none",
+    }
+
+
 PARSERS: dict[str, Callable[[str, Job], Fields]] = {
     "accelerate": _accelerate,
     "transformers": _transformers,
     "deepspeed": _deepspeed,
     "megatron-core": _megatron,
     "torchtitan": _torchtitan,
+    "openrlhf": _openrlhf,
+    "verl": _verl,
 }
 """Parsers by the first word of `Exported.target`."""

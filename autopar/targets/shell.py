@@ -1,34 +1,26 @@
-"""Reads a launch script as a shell would expand it. Nothing is run: a command substitution, the
-environment and positional arguments are values that are not known.
+"""Reads a launch script as a shell would expand it. Nothing is run: a command substitution and the
+environment are values that are not known, and so are positional arguments that are not given.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from autopar.errors import AutoparError
-from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.conditions import Conditions
 from autopar.targets.expansion import (
-    Expansion,
     Script,
     Value,
     is_known,
     shown_value,
     unknown,
 )
-from autopar.targets.shell_syntax import (
-    CLOSE,
-    MOST_CHARACTERS,
-    Block,
-    Command,
-    Node,
-    Part,
-    Word,
-    parse,
-)
+from autopar.targets.shell_commands import Block, Command, Node, parse
+from autopar.targets.shell_words import CLOSE, MOST_CHARACTERS, Part, Word
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
@@ -43,13 +35,17 @@ ReadFile = Callable[[str], str | None]
 """Returns the text of a file that a script reads with `source`, or None."""
 
 
-def read_script(text: str, read_file: ReadFile = lambda name: None) -> Script:
+def read_script(
+    text: str, read_file: ReadFile = lambda name: None, args: tuple[str, ...] | None = None
+) -> Script:
     """A script with its words expanded, without running anything. `read_file(name)` gives the text
-    of another script that it reads. Raises AutoparError for a text that is no script.
+    of another script that it reads. `args` are its positional arguments; None if they are not
+    known. Raises AutoparError for a text that is no script.
     """
     script = Script()
     script.variables |= _batch_variables(text)
     reader = _Reader(script, read_file)
+    reader.arguments = args
     reader.run(parse(text))
     return script
 
@@ -83,14 +79,40 @@ class _Stop(Exception):
     """The script ends here."""
 
 
-class _Reader(Expansion):
+class _Break(Exception):
+    """The loop ends here."""
+
+
+def _shifts(nodes: Sequence[Node]) -> bool:
+    """Whether one of the commands drops arguments."""
+    shift = (Part("text", "shift", False),)
+    return any(
+        any(_shifts(body) for _, body in node.branches)
+        if isinstance(node, Block)
+        else node.words[:1] == (shift,)
+        for node in nodes
+    )
+
+
+def _assigned(nodes: Sequence[Node]) -> Iterator[str]:
+    """The names that commands assign."""
+    for node in nodes:
+        if isinstance(node, Block):
+            for _, body in node.branches:
+                yield from _assigned(body)
+            continue
+        texts = (word[0].text for word in node.words if word and word[0].kind == "text")
+        yield from (found[1] for text in texts if (found := _ASSIGNMENT.fullmatch(text)))
+
+
+class _Reader(Conditions):
     """Expands the commands of a script one after the other."""
 
     def __init__(self, script: Script, read_file: ReadFile) -> None:
         super().__init__(script)
         self.read_file = read_file
         self.functions: dict[str, tuple[Node, ...]] = {}
-        self.steps = self.depth = self.branches = 0
+        self.steps = self.depth = self.branches = self.loops = 0
         self.piped: str | None = None  # what `sed` hands to the next command
 
     # ------------------------------------------------------------------------------------ commands
@@ -121,9 +143,9 @@ class _Reader(Expansion):
             # `test && command`: the command runs only if the test says so
             verdict = True
             if node.end in ("&&", "||"):
-                truth = self._test(node)
+                truth = self.test(node)
                 verdict = truth if node.end == "&&" or truth is None else not truth
-                if truth is None and not self._is_test(node):
+                if truth is None and not self.is_test(node):
                     verdict = node.end == "&&"  # a program is taken to succeed
         self.depth -= 1
 
@@ -137,7 +159,33 @@ class _Reader(Expansion):
         elif node.kind == "case":
             self._case(node)
         else:
-            self._unsurely(body for _, body in node.branches)
+            self._loop(node)
+
+    def _loop(self, node: Block) -> None:
+        """Reads a loop that takes known arguments one after the other, with `shift`, as often as it
+        runs. Any other loop is read once, as commands of which it is not known whether they run.
+        """
+        condition, body = node.branches[0]
+        depth, branches, most = self.depth, self.branches, sys.maxsize
+        self.loops += 1
+        while node.name in ("while", "until") and not self.unsure and _shifts(body):
+            truth, left = self.truth_of(condition or ()), self.arguments
+            ends = truth == (node.name == "until")
+            # a round that drops no argument may be followed by any number of others
+            if truth is None or left is None or (not ends and len(left) >= most):
+                break
+            most = len(left)
+            try:
+                if not ends:
+                    self._run(body)
+                    continue
+            except _Break:
+                self.depth, self.branches = depth, branches
+            self.loops -= 1
+            self.empty |= set(_assigned(body))  # by options that are not among the arguments
+            return
+        self.loops -= 1
+        self._unsurely([body])
 
     def _unsurely(self, bodies: Iterable[Sequence[Node]]) -> None:
         """Reads bodies of which it is not known whether they run."""
@@ -148,7 +196,7 @@ class _Reader(Expansion):
 
     def _if(self, node: Block) -> None:
         for number, (condition, body) in enumerate(node.branches):
-            truth = True if condition is None else self._truth(condition)
+            truth = True if condition is None else self.truth_of(condition)
             if truth:
                 self.branches += 1
                 self._run(body)
@@ -286,12 +334,10 @@ class _Reader(Expansion):
             self.arguments = before
         elif name in ("source", ".") and len(words) > 1:
             self._source(words[1])
-        elif name == "set" and "--" in words:
-            self.arguments = words[words.index("--") + 1 :]
-        elif name in ("exit", "return"):
-            # guards such as `if [ -z "$DATA" ]; then exit 1; fi` are taken to hold
-            if not (self.unsure or self.branches) and name == "exit":
-                raise _Stop
+        elif name in ("set", "shift"):
+            self._set_arguments(words)
+        elif name in ("exit", "return", "break"):
+            self._ends(name, node.line)
         elif name == "unset" and not self.unsure:
             for word in words[1:]:
                 self.script.variables.pop(word, None)
@@ -306,6 +352,28 @@ class _Reader(Expansion):
             for word in words[1:]:
                 if re.search(r"\s--?\w", word) and re.search(r"\s", word.strip()):
                     self._nested(word, node)
+
+    def _ends(self, name: str, line: int) -> None:
+        """Leaves the script or a loop, if the command certainly runs."""
+        # guards such as `if [ -z "$DATA" ]; then exit 1; fi` are taken to hold
+        if name == "exit" and not (self.unsure or self.branches):
+            self.script.stops = line
+            raise _Stop
+        if name == "break" and self.loops and not self.unsure:
+            raise _Break
+
+    def _set_arguments(self, words: tuple[str, ...]) -> None:
+        """Takes over `set -- A B` and `shift N`. The arguments are unknown after a shift of which it
+        is not known whether it runs, or by how many.
+        """
+        if words[0] == "set":
+            self.arguments = words[words.index("--") + 1 :] if "--" in words else self.arguments
+            return
+        count = words[1] if len(words) > 1 else "1"
+        if self.unsure or not re.fullmatch(r"[0-9]{1,6}", count):
+            self.arguments = None
+        elif self.arguments is not None and int(count) <= len(self.arguments):
+            self.arguments = self.arguments[int(count) :]
 
     def _writes_or_runs(self, words: tuple[str, ...], node: Command) -> None:
         """Takes over `echo "$TEXT" > FILE`, and reads a script that was written so and is run now."""
@@ -335,65 +403,3 @@ class _Reader(Expansion):
             self.script.unread.append(shown_value(name))
         else:
             self._run(parse(text))
-
-    # ---------------------------------------------------------------------------------- conditions
-
-    def _truth(self, nodes: Sequence[Node]) -> bool | None:
-        """Whether a condition holds; None if the file does not tell."""
-        truth: bool | None = None
-        connector = ";"
-        for node in nodes:
-            value = self._test(node) if isinstance(node, Command) else None
-            if connector == "&&":
-                both = (truth, value)
-                truth = False if False in both else None if None in both else True
-            elif connector == "||":
-                either = (truth, value)
-                truth = True if True in either else None if None in either else False
-            else:
-                truth = value
-            connector = node.end if isinstance(node, Command) else ";"
-        return truth
-
-    @staticmethod
-    def _is_test(node: Command) -> bool:
-        first = node.words[0] if node.words else ()
-        return len(first) == 1 and first[0].text in ("[", "[[", "test")
-
-    def _test(self, node: Command) -> bool | None:
-        words = [self.text(word) for word in node.words]
-        words = words[1:] if words and words[0] in ("[", "[[", "test") else words
-        words = words[:-1] if words and words[-1] in ("]", "]]") else words
-        if words and words[0] == "!":
-            inner = self._compare(words[1:])
-            return None if inner is None else not inner
-        return self._compare(words)
-
-    def _compare(self, words: list[str]) -> bool | None:
-        if words in (["true"], ["false"], [":"]):
-            return words != ["false"]
-        if len(words) == 2 and words[0] in ("-z", "-n"):
-            return self._is_empty(words[1]) == (words[0] == "-z")
-        if len(words) == 3 and not words[2] and words[1] in ("=", "==", "!="):
-            return self._is_empty(words[0]) != (words[1] == "!=")
-        if len(words) != 3 or not (is_known(words[0]) and is_known(words[2])):
-            return None
-        a, operator, b = words
-        if operator in ("=", "=="):
-            return fnmatchcase(a, b)
-        if operator == "!=":
-            return not fnmatchcase(a, b)
-        order = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-        if operator in order:
-            try:
-                return bool(evaluate(f"{a} {order[operator]} {b}", self.script.text_of))
-            except NotANumber:
-                return None
-        return None
-
-    def _is_empty(self, text: str) -> bool:
-        """Whether a text is empty. What comes from outside of the script is taken to be unset."""
-        if is_known(text):
-            return not text
-        self.script.note(f"{shown_value(text)} is taken to be unset")
-        return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.frameworks import software_of
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.request.software import Software
 from autopar.targets.job import Exported, Finding, Job, ModelShape
 from autopar.targets.shell import ReadFile
@@ -22,13 +22,15 @@ class NotExpressible(AutoparError):
 @dataclass(frozen=True, slots=True)
 class Source:
     """The text of a file, its name, and how files beside it are read. `function` is the one that a
-    Python file is read for; '' for the first that has a configuration.
+    Python file is read for; '' for the first that has a configuration. `args` are the arguments of
+    a script; None if they are not known.
     """
 
     text: str
     name: str = "file"
     read_file: ReadFile = lambda name: None
     function: str = ""
+    args: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Target:
         zero: the ZeRO stages that it has.
         sequence_parallel: whether tp can shard the activations between products.
         overlaps: whether its texts say that gradients are reduced beside compute.
-        stages: (stages of a rank, layers of each stage) of a job whose file does not say its layers.
+        stages: (stages of a rank, layers of each stage) of a job whose model is not that of its file.
     """
 
     name: str
@@ -107,10 +109,52 @@ def head_findings(job: Job, theirs: str, option: str) -> Iterator[Finding]:
             yield Finding("refused", f"tp={tp} does not divide {heads} {words}", theirs, legal)
 
 
-def heads_divide(shape: ModelShape, ranks: int) -> bool:
-    """Whether the ranks share out the heads of keys and values evenly, as far as they are known."""
+NO_PIPELINE = Only((1,), "has no pipeline")
+NO_EXPERTS = Only((1,), "has no expert parallelism")
+NO_CONTEXT = Only((1,), "has no context parallelism")
+ONE_STAGE = Only((1,), "has one stage on a rank of the pipeline")
+WHOLE_POSITIONS = Only((False,), "leaves activations between products whole over tp")
+NO_OFFLOAD = Only(("none",), "has nothing in host memory")
+OFFLOADS_ALL = Only(
+    ("none", "parameters"), "moves the optimizer to host memory with the parameters alone"
+)
+OFFLOADS_OPTIMIZER = Only(("none", "optimizer"), "moves no parameters to host memory")
+"""What several frameworks lack, by pin."""
+
+ONE_ORDER = Limit("has one order of ranks", "no order", lambda choice: choice.mesh.order == "")
+WHOLE_SHARDS = Limit(
+    "shares out over all data-parallel ranks", "no shard", lambda choice: not choice.shard
+)
+"""Rules of several frameworks about layouts."""
+
+
+def even_heads(shape: ModelShape) -> Limit:
+    """The rule that tp shares out the heads of keys and values evenly, as far as they are known."""
     heads = shape.kv_heads or shape.heads
-    return not (heads and heads % ranks)
+    return Limit(
+        f"shares out {heads} heads of keys and values evenly over tp",
+        f"a tp that divides {heads}",
+        lambda choice: not (heads and heads % choice.mesh.tp),
+    )
+
+
+def even_experts(shape: ModelShape) -> Limit:
+    """The rule that ep shares out the experts evenly."""
+    experts = shape.experts
+    return Limit(
+        f"shares out {experts} experts evenly over ep",
+        f"an ep that divides {experts}" if experts else "ep=1",
+        lambda choice: choice.mesh.ep == 1 or (experts > 0 and experts % choice.mesh.ep == 0),
+    )
+
+
+def even_positions(seq: int) -> Limit:
+    """The rule that 2 cp divides the tokens of a sequence."""
+    return Limit(
+        f"shares out {seq} tokens evenly over 2 cp",
+        f"a cp whose double divides {seq}",
+        lambda choice: choice.mesh.cp == 1 or seq % (2 * choice.mesh.cp) == 0,
+    )
 
 
 def divisors_near(number: int, value: int) -> list[int]:

@@ -86,7 +86,7 @@ def _of_toml(source: Source) -> dict[str, str]:
 
 
 def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    script = read_script(source.text, source.read_file)
+    script = read_script(source.text, source.read_file, source.args)
     found, findings = dict[str, str](), list[Finding]()
     for _, words in script.programs():
         if not any(_STARTS.search(word) for word in words):

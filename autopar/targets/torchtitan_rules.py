@@ -6,10 +6,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.arguments import Arguments
 from autopar.targets.job import Finding, Job, ModelShape
-from autopar.targets.target import divisors_near, head_findings, heads_divide, multiples_near
+from autopar.targets.target import (
+    OFFLOADS_ALL,
+    ONE_ORDER,
+    divisors_near,
+    even_experts,
+    even_heads,
+    head_findings,
+    multiples_near,
+)
 from autopar.targets.torchtitan_options import MODE, WRITTEN, P, T
 
 _V_SCHEDULES = "ZBVZeroBubble|DualPipeV"
@@ -114,23 +122,35 @@ def _refusals_of_config(job: Job) -> Iterator[Finding]:
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What torchtitan can run: FSDP or copies, tp with sequence parallelism, cp, pipelines."""
 
-    def allows(choice: Any) -> bool:
+    def positions(choice: Any) -> bool:
         mesh = choice.mesh
-        unit = 2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp
-        sharded = choice.zero > 1 or mesh.dp * mesh.cp == 1 or (choice.zero == 0 and mesh.cp == 1)
-        return (
-            heads_divide(shape, mesh.tp)
-            and seq % unit == 0
-            and sharded
-            and mesh.order == ""
-            and not (mesh.pp > 1 and choice.zero == 3)
-            and (mesh.ep == 1 or (shape.experts > 0 and shape.experts % mesh.ep == 0))
-        )
+        return seq % (2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp) == 0
+
+    def shards(choice: Any) -> bool:
+        mesh = choice.mesh
+        copies = choice.zero == 0 and mesh.cp == 1
+        return choice.zero > 1 or mesh.dp * mesh.cp == 1 or copies
 
     return Restriction(
         "torchtitan",
         {"sequence_parallel": True},
         ("none", "op", "full"),
         ("1f1b", "gpipe", "interleaved_1f1b"),
-        allows,
+        {"zero": Only((0, 2, 3), "has no ZeRO-1"), "offload": OFFLOADS_ALL},
+        (
+            Limit("has copies only without cp", "zero=2 or 3, or cp=1", shards),
+            Limit(
+                "keeps gathered parameters in a pipeline (ZeRO-2)",
+                "zero=2 or pp=1",
+                lambda choice: choice.mesh.pp == 1 or choice.zero < 3,
+            ),
+            even_heads(shape),
+            Limit(
+                f"shares out {seq} tokens evenly over 2 cp x tp",
+                f"a cp and tp with which 2 x cp x tp divides {seq}",
+                positions,
+            ),
+            even_experts(shape),
+            ONE_ORDER,
+        ),
     )

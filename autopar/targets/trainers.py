@@ -113,7 +113,7 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
         settings = settings_of(source.text, source.name, source.function, _has_micro)
         values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
         return values, settings.findings, source
-    script = read_script(source.text, source.read_file)
+    script = read_script(source.text, source.read_file, source.args)
     found: dict[str, str] = {}
     for _, words in script.programs():
         options = options_of(words)

@@ -8,17 +8,24 @@ import re
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.ir.mesh import MeshShape
+from autopar.request.restriction import Cuts, Limit, Only, Restriction
 from autopar.targets.accelerate import late_findings
 from autopar.targets.arguments import Arguments, read_mapping
 from autopar.targets.expansion import unknown
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.megatron_layout import even_stages
 from autopar.targets.target import (
+    NO_CONTEXT,
+    OFFLOADS_ALL,
+    ONE_ORDER,
+    ONE_STAGE,
+    WHOLE_POSITIONS,
     NotExpressible,
     Source,
     Target,
     divisors_near,
-    heads_divide,
+    even_heads,
     torchrun,
 )
 
@@ -131,21 +138,39 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What `DistributedConfig` can run: FSDP with tp, or a pipeline with tp."""
 
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
-        alone = mesh.dp == 1 and choice.zero == 0
-        sharded = mesh.dp > 1 and choice.zero == 3 and mesh.pp == 1
-        experts = mesh.ep == 1 or (mesh.tp == 1 and not choice.shard)
-        return (
-            (alone or sharded)
-            and experts
-            and mesh.cp == 1
-            and mesh.order == ""
-            and heads_divide(shape, mesh.tp)
-        )
+    def shards(choice: Any) -> bool:
+        return choice.zero == (3 if choice.mesh.dp > 1 else 0)
+
+    def experts(choice: Any) -> bool:
+        return choice.mesh.ep == 1 or (choice.mesh.tp == 1 and not choice.shard)
+
+    def sizes(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
+        return even_stages(shape.layers, mesh.pp * stages_per_rank)
 
     return Restriction(
-        "Transformers", {"sequence_parallel": False, "cp": 1}, ("none", "full"), ("gpipe",), allows
+        "Transformers",
+        {"sequence_parallel": False, "cp": 1},
+        ("none", "full"),
+        ("gpipe",),
+        {
+            "cp": NO_CONTEXT,
+            "vpp": ONE_STAGE,
+            "sequence_parallel": WHOLE_POSITIONS,
+            "zero": Only((0, 3), "has FSDP as ZeRO-3 alone"),
+            "offload": OFFLOADS_ALL,
+        },
+        (
+            Limit(
+                "has no data parallelism in a pipeline",
+                "pp=1 or dp=1",
+                lambda choice: choice.mesh.pp == 1 or choice.mesh.dp == 1,
+            ),
+            Limit("shards data-parallel ranks by FSDP", "zero=3, or dp=1 and zero=0", shards),
+            Limit("has no tp beside expert parallelism", "ep=1 or tp=1", experts),
+            even_heads(shape),
+            ONE_ORDER,
+        ),
+        Cuts("deals layers evenly", sizes) if shape.layers else None,
     )
 
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.request.restriction import Restriction
+from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.arguments import (
     Arguments,
     find_adapters,
@@ -22,7 +22,14 @@ from autopar.targets.extended import extended_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_mapping import overrides_of
 from autopar.targets.shell import read_script
-from autopar.targets.target import NotExpressible, Source, Target, multiples_near
+from autopar.targets.target import (
+    OFFLOADS_ALL,
+    ONE_ORDER,
+    NotExpressible,
+    Source,
+    Target,
+    multiples_near,
+)
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _NAMES = {
@@ -99,7 +106,7 @@ def _values(source: Source) -> tuple[dict[str, str], list[Finding]]:
         data, findings = extended_mapping(source)
         found = {path: "" if is_none(text) else text for path, text in flat_texts(data).items()}
         return {path: text for path, text in found.items() if text}, findings
-    script = read_script(source.text, source.read_file)
+    script = read_script(source.text, source.read_file, source.args)
     values: dict[str, str] = {}
     for _, words in script.programs():
         found = overrides_of(words) | _plain(words)
@@ -197,17 +204,32 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
 def restriction(shape: ModelShape, seq: int) -> Restriction:
     """What verl's FSDP can run: ZeRO-3, or 2 that keeps what it gathered, with Ulysses."""
 
-    def allows(choice: Any) -> bool:
-        mesh = choice.mesh
-        return (
-            mesh.pp == mesh.ep == mesh.tp == 1
-            and not (shape.heads and shape.heads % mesh.cp)
-            and mesh.order == ""
-            and choice.zero in (2, 3) + (0,) * (mesh.dp * mesh.cp == 1)
-        )
+    def shards(choice: Any) -> bool:
+        return choice.zero in (2, 3) + (0,) * (choice.mesh.dp * choice.mesh.cp == 1)
 
-    pins = {"pp": 1, "tp": 1, "context_method": "ulysses"}
-    return Restriction("verl", pins, ("none", "full"), (), allows)
+    beside = "under FSDP; its Megatron-LM has it (--target megatron)"
+    return Restriction(
+        "verl",
+        {"pp": 1, "tp": 1, "context_method": "ulysses"},
+        ("none", "full"),
+        (),
+        {
+            "pp": Only((1,), f"has no pipeline {beside}"),
+            "tp": Only((1,), f"has no tensor parallelism {beside}"),
+            "ep": Only((1,), f"has no expert parallelism {beside}"),
+            "context_method": Only(("ulysses",), "has Ulysses alone"),
+            "offload": OFFLOADS_ALL,
+        },
+        (
+            Limit("shards by FSDP", "zero=2 or 3", shards),
+            Limit(
+                f"shares out {shape.heads} attention heads evenly over cp",
+                f"a cp that divides {shape.heads}",
+                lambda choice: not (shape.heads and shape.heads % choice.mesh.cp),
+            ),
+            ONE_ORDER,
+        ),
+    )
 
 
 def _answers(job: Job) -> int:

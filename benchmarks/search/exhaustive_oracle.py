@@ -72,12 +72,15 @@ class Point:
 
 
 def points(
-    models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, int]]
+    models: Mapping[str, AnnotatedModel],
+    schedules: Sequence[tuple[str, int]],
+    sizes: Sequence[int] = (),
 ) -> set[Point]:
     """(seconds, bytes) of every plan of one candidate, without duplicates.
 
     `models` has the priced model for each recompute mode, the mode that keeps most first.
     `schedules` has (name, stages a rank) of the pipeline schedules; unused without a pipeline.
+    `sizes` has the layers of each stage if they are fixed.
     """
     found: set[Point] = set()
     for placed in placements(models):
@@ -85,7 +88,9 @@ def points(
             found |= set(placed.whole())
         else:
             for name, count in schedules:
-                found |= set(placed.piped(name) if count == 1 else placed.dealt(name, count))
+                found |= set(
+                    placed.piped(name, sizes) if count == 1 else placed.dealt(name, count, sizes)
+                )
     return found
 
 
@@ -287,13 +292,18 @@ class Placed:
 
     # ------------------------------------------------------------------------------------------------ pipelines
 
-    def piped(self, schedule: str) -> Iterator[Point]:
+    def piped(self, schedule: str, sizes: Sequence[int] = ()) -> Iterator[Point]:
         """Yields (seconds, bytes on the fullest rank) of every plan with one stage a rank: every
-        cut into stages, and every mode of every layer.
+        cut into stages, and every mode of every layer. With `sizes`, only the cut with these
+        numbers of layers.
         """
         ranks, layers = self.base.pipeline.ranks, len(self.layers)
-        for inner in combinations(range(1, layers), ranks - 1):
-            stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
+        cuts = (
+            [b - a for a, b in pairwise((0, *inner, layers))]
+            for inner in combinations(range(1, layers), ranks - 1)
+        )
+        for cut in [sizes] if sizes else cuts:
+            stages = self.stages(cut)
             sent = self.messages(stages)
             tied_s, static = zip(
                 *(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True
@@ -329,14 +339,14 @@ class Placed:
                     max(size for _, size in plan),
                 )
 
-    def dealt(self, schedule: str, count: int) -> Iterator[Point]:
+    def dealt(self, schedule: str, count: int, sizes: Sequence[int] = ()) -> Iterator[Point]:
         """Yields (seconds, bytes on the fullest rank) of every plan with `count` stages a rank.
-        Every division of layers (`deals`) is tried, and for every rank every number of layers in
-        each mode.
+        Every division of layers (`deals`) is tried, or only that with `sizes`, and for every rank
+        every number of layers in each mode.
         """
         ranks = self.base.pipeline.ranks
-        for sizes in deals(len(self.layers), ranks * count):
-            stages = self.stages(sizes)
+        for deal in [sizes] if sizes else deals(len(self.layers), ranks * count):
+            stages = self.stages(deal)
             sent = self.messages(stages)
             of_rank = [range(rank, len(stages), ranks) for rank in range(ranks)]
             tied_s, static = zip(

@@ -33,7 +33,7 @@ from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.simplest import Preference
 from benchmarks.search.exhaustive_oracle import Point, above_hull, best, points
-from benchmarks.search.random_instances import Task
+from benchmarks.search.random_instances import Task, with_fixed_stages
 
 TOLERANCE = 0.05
 """The tolerance within which simpler plans are preferred. Tasks are small, so that times of plans
@@ -109,11 +109,13 @@ KINDS = {
 }
 
 
-def judge(seed: int) -> Verdict:
+def judge(seed: int, fixed: bool = False) -> Verdict:
     """Plan the task of a seed, within a random capacity, and compare the answer with all plans.
-    Raises AssertionError if a statement of the search is false.
+    `fixed`: the stages of pipelines are fixed at random. Raises AssertionError if a statement of
+    the search is false.
     """
     task, rng = Task(seed), random.Random(seed)
+    task = with_fixed_stages(task) if fixed else task
     by_candidate = {candidate: points_of(task, candidate) for candidate in task.candidates}
     everything = set().union(*by_candidate.values())
     capacity = _capacity(rng, everything)
@@ -192,7 +194,8 @@ def _by_simplicity(task: Task) -> Iterator[tuple[Simplicity, set[Point]]]:
         kinds += [("mixed", models)] if len(models) > 1 else []
         for (name, count), (mode, of) in product(c.schedules or (("none", 1),), kinds):
             schedules = ((name, count),) if c.schedules else ()
-            yield simplicity_of(c.mesh, c.shard, count, mode, name), points(of, schedules)
+            found = points(of, schedules, c.stage_sizes)
+            yield simplicity_of(c.mesh, c.shard, count, mode, name), found
 
 
 def _fastest(found: set[Point], capacity: int | None) -> Point | None:
@@ -202,7 +205,7 @@ def _fastest(found: set[Point], capacity: int | None) -> Point | None:
 def points_of(task: Task, candidate: Candidate) -> set[Point]:
     """(seconds, bytes) of every plan of one candidate, by enumeration."""
     models = {mode: task.annotate(replace(candidate, recompute=mode)) for mode in candidate.modes}
-    return points(models, candidate.schedules)
+    return points(models, candidate.schedules, candidate.stage_sizes)
 
 
 def _missed(seed: int, kinds: list[str], lacks: float, gap: float, plans: int) -> Verdict:

@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from autopar_cost_models import check_schedule
 
@@ -216,6 +217,25 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
     return *[replace(one, shard=2) for one in some if one.zero and one.mesh.dp > 2][
         :1
     ], *some  # first those that hold more
+
+
+def with_fixed_stages(task: Task) -> Task:
+    """The task with random layers of each stage in the pipelines of all candidates, as if a
+    framework cut them. All candidates of one mesh with as many stages a rank have the same cut.
+    """
+    found = list[Candidate]()
+    for one in task.candidates:
+        for count in dict.fromkeys(count for _, count in one.schedules):
+            alike = tuple(pair for pair in one.schedules if pair[1] == count)
+            rng = random.Random(f"{task.seed} {one.mesh} {count}")
+            inner = rng.sample(range(1, task.layers), one.mesh.pp * count - 1)
+            ends = [0, *sorted(inner), task.layers]
+            sizes = tuple(b - a for a, b in pairwise(ends))
+            name = alike[0][0]
+            fixed = {"stages_per_rank": count, "schedule": name, "schedules": alike}
+            found.append(replace(one, **fixed, stage_sizes=sizes))
+        found += [] if one.schedules else [one]
+    return Task(task.seed, tuple(found))
 
 
 def _schedules(

@@ -14,6 +14,7 @@ import autopar
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.jobs.check import Answer, check_job
+from autopar.jobs.export import convert
 from autopar.jobs.measured import measured_step_s
 from autopar.jobs.page import check_page
 from autopar.jobs.pricing import mode_of, pins_of
@@ -39,6 +40,44 @@ def script(tmp_path: Path, arguments: str) -> Path:
 def answer(tmp_path: Path, arguments: str, **asked: object) -> Answer:
     job = read_job(script(tmp_path, arguments))
     return check_job(job, "h100:8", **({"advise": False} | asked))  # type: ignore[arg-type]
+
+
+MIXED = (
+    "torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 --bf16 "
+    "--ffn-hidden-size 2048 --moe-ffn-hidden-size 1024 --swiglu --vocab-size 512 --seq-length 512 --max-position-embeddings 512 "
+    "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 16 --untie-embeddings-and-output-weights "
+    "--num-experts 8 --moe-router-topk 2 --moe-layer-freq "
+)
+
+
+def parameters_of_ranks(found: Answer) -> list[int]:
+    """Parameters that each rank of a pipeline with one stage a rank holds, by the names of its segments."""
+    module = found.setting.spec.build("meta")
+    whole = {
+        name: sum(p.numel() for p in layer.parameters()) for name, layer in module.named_modules()
+    }
+    return [sum(whole.get(name, 0) for name in stage) for stage in found.plan.stages]
+
+
+@pytest.mark.parametrize(
+    ("freq", "experts"),
+    [("'([0,1]*4)'", [1, 1, 1, 1]), ("2", [1, 1, 1, 1]), ("'([0]*4+[1]*4)'", [0, 0, 2, 2]), ("'[1,1,0,0,0,0,1,0]'", [2, 0, 0, 1])],
+)  # fmt: skip
+def test_dense_layers_between_others_in_a_pipeline(tmp_path, freq: str, experts: list[int]) -> None:
+    """A layer has four matrices of attention and two norms, and three of its MLP or of each expert."""
+    path = tmp_path / "moe.sh"
+    path.write_text(MIXED + freq)
+    found = check_job(read_job(path), "h100:8", advise=False)
+    dense, routed = 4 * 512**2 + 2 * 512 + 3 * 512 * 2048, 4 * 512**2 + 2 * 512 + 8 * 3 * 512 * 1024 + 8 * 512  # fmt: skip
+    assert parameters_of_ranks(found) == [n * routed + (2 - n) * dense for n in experts]
+    held = [n * routed + (2 - n) * dense for n in experts]
+    peaks = found.plan.predicted.peak_memory_bytes
+    # rank 1 holds more micro-batches than rank 2, and neither has an end of the model
+    assert (peaks[2] > peaks[1]) == (held[2] > held[1])
+    job = found.job
+    written = convert(job, "megatron").text
+    path.write_text(written)
+    assert read_job(path).shape.expert_layers == job.shape.expert_layers
 
 
 def test_ranks_hold_their_layers(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from benchmarks.search.exhaustive_search import Counts, judge, points_of
 from benchmarks.search.random_instances import Task
 
 
-def counted(tasks: int) -> Counts:
+def counted(tasks: int, fixed: bool = False) -> Counts:
     """So many tasks, each held to all plans that it has; `judge` raises where the search says what is not so."""
     counts = Counts()
 
@@ -36,7 +36,7 @@ def counted(tasks: int) -> Counts:
     )
     @given(st.integers(0, 10**9))
     def run(seed: int) -> None:
-        counts.add(judge(seed))
+        counts.add(judge(seed, fixed))
 
     run()
     print("\n".join(counts.lines()))
@@ -57,6 +57,15 @@ def check(counts: Counts, equal: int, memory: int, fronts: int) -> None:
 
 def test_the_search_equals_enumeration():
     check(counted(60), 45, 25, 8)
+
+
+def test_the_search_equals_enumeration_where_a_framework_cuts_the_stages():
+    check(counted(40, fixed=True), 25, 12, 4)
+
+
+@pytest.mark.slow
+def test_the_search_equals_enumeration_of_many_tasks_with_fixed_stages():
+    check(counted(600, fixed=True), 200, 60, 30)
 
 
 @pytest.mark.slow

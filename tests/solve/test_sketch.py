@@ -111,6 +111,13 @@ def test_a_sketch_is_the_least_of_all_cuts_and_deals(name, chunks, seed, ranks, 
         least_s, rel=2e-9
     )
     assert sketch.bound_s(schedule, micro) <= least_s
+    if cuts:
+        sizes = tuple(end - first for first, end in rng.choice(cuts))
+        runs, fixed = runs_of(sizes), Schedule(name, ranks, chunks, sizes)
+        bound_s = sketch.bound_s(fixed, micro, held, room, sums(static))
+        own_s = by_hand(sketch, lines_s, schedule, micro, held, room, static, runs)
+        assert least_s * (1 - 1e-8) <= bound_s
+        assert chunks == 1 or bound_s == pytest.approx(own_s, rel=2e-9)
 
 
 def with_other_parameters(model: AnnotatedModel, rng: random.Random) -> AnnotatedModel:

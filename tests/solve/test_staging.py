@@ -223,6 +223,64 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
     )
 
 
+def drawn_sizes(rng: random.Random, blocks: int, stages: int) -> tuple[int, ...]:
+    inner = sorted(rng.sample(range(1, blocks), stages - 1))
+    return tuple(b - a for a, b in itertools.pairwise([0, *inner, blocks]))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "most"),
+    [("gpipe", 2, 1, 5), ("1f1b", 3, 1, 5), ("zero_bubble", 2, 1, 5), ("1f1b", 4, 1, 5)],
+)
+@settings(max_examples=examples(6, 25))
+@given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
+def test_fixed_sizes_leave_one_cut(name, ranks, chunks, most, seed, tight):
+    models = random_models(seed, name, ranks, chunks, most)
+    base = models["none"]
+    blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
+    sizes = drawn_sizes(random.Random(seed), len(blocks), ranks * chunks)
+    cut = stages_of(sizes, blocks, len(base.segments))
+    everything = {cost(models, modes, s) for modes, s in stagings(models) if s == cut}
+    needs = sorted({size for _, size in everything})
+    capacity = needs[int(tight * (len(needs) - 1))] - (tight == 0)
+    fitting = [seconds for seconds, size in everything if size <= capacity]
+    schedule = Schedule(name, ranks, chunks, sizes)
+    row = row_of_placement(models, choices_of(models))
+    found = best_staging(row, schedule, capacity)
+    if not fitting:
+        assert found == math.inf
+        return
+    seconds, size = found_cost(models, found)
+    assert found.stages == cut and size <= capacity
+    assert seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert found.bound_s == pytest.approx(seconds, rel=1e-9)
+    assert quick_bound_s(row, schedule) <= seconds
+    free = best_staging(row, Schedule(name, ranks, chunks), capacity)
+    assert found_cost(models, free)[0] <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble"])
+@settings(max_examples=examples(6, 25))
+@given(seed=st.integers(0, 10**6))
+def test_fixed_sizes_of_several_stages_a_rank(name, seed):
+    models = random_models(seed, name, 2, 2, 9)
+    base = models["none"]
+    blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
+    sizes = drawn_sizes(random.Random(seed), len(blocks), 4)
+    schedule, row = Schedule(name, 2, 2, sizes), row_of_placement(models, choices_of(models))
+    found = best_staging(row, schedule, None)
+    seconds = found_cost(models, found)[0]
+    assert found.stages == stages_of(sizes, blocks, len(base.segments))
+    assert seconds <= cost(models, ("none",) * len(base.segments), found.stages)[0] * (1 + 1e-9)
+    assert max(quick_bound_s(row, schedule), found.bound_s) <= seconds * (1 + 1e-9)
+
+
+def test_sizes_that_are_not_those_of_all_stages():
+    for sizes in ((1, 2, 3), (3, 0), (4, -1)):
+        with pytest.raises(ValueError, match="2 stages with one block or more each, not"):
+            Schedule("1f1b", 2, 1, sizes)
+
+
 @given(
     seed=st.integers(0, 10**6),
     schedule=st.sampled_from(

@@ -124,23 +124,32 @@ def test_more_programs_that_do_not_train(program: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "dense", "top_k", "noted"),
+    ("options", "dense", "bits", "top_k"),
     [
-        ("--expert-model-parallel-size 4", 0, 2, False),
-        ("--moe-layer-freq 1", 0, 2, False),
-        ("--moe-layer-freq 5", 9, 2, True),  # layers 0, 5 and 10 of 12 have experts
-        ("--moe-layer-freq '([0]*3+[1]*9)'", 3, 2, False),
-        ("--moe-layer-freq '([0,1]*6)' --moe-router-topk 4", 6, 4, True),
-        ("--moe-expert-parallel-size 4", 6, 1, True),
-        ("--moe-expert-parallel-size 4 --expert-interval 1 --topk 2", 0, 2, False),
+        ("--expert-model-parallel-size 4", 0, "", 2),
+        ("--moe-layer-freq 1", 0, "", 2),
+        ("--moe-layer-freq 5", 0, "10000", 2),  # layers 0, 5 and 10 of 12 have experts
+        ("--moe-layer-freq '([0]*3+[1]*9)'", 3, "", 2),
+        ("--moe-layer-freq '([0,1]*6)' --moe-router-topk 4", 0, "01", 4),
+        ("--moe-layer-freq '([1]*11+[0])'", 0, "111111111110", 2),
+        ("--moe-layer-freq '([0]*12)'", 0, "0", 2),
+        ("--moe-layer-freq 99", 0, "100000000000", 2),
+        ("--moe-expert-parallel-size 4", 0, "01", 1),
+        ("--moe-expert-parallel-size 4 --expert-interval 1 --topk 2", 0, "", 2),
     ],
 )
-def test_layers_without_experts(
-    options: str, dense: int, top_k: int, noted: bool, tmp_path
-) -> None:
+def test_layers_without_experts(options: str, dense: int, bits: str, top_k: int, tmp_path) -> None:
     job = job_of(tmp_path, "a.sh", f"torchrun pretrain_gpt.py {MODEL} --num-experts 8 {options}")
-    assert (job.shape.first_dense, job.shape.top_k, job.unpriced) == (dense, top_k, ())
-    assert ("priced as the first" in said(job, "note")) is noted
+    shape = job.shape
+    assert (shape.first_dense, shape.expert_layers, shape.top_k) == (dense, bits, top_k)
+    assert job.unpriced == () and said(job, "refused") == ""
+
+
+@pytest.mark.parametrize("text", ["'([0,1]*5)'", "'([1]*9999+[0]*9999)'"])
+def test_lists_of_layers_of_another_length(text: str, tmp_path) -> None:
+    options = f"--num-experts 8 --moe-layer-freq {text}"
+    job = job_of(tmp_path, "a.sh", f"torchrun pretrain_gpt.py {MODEL} {options}")
+    assert "moe_layer_freq" in said(job, "refused")
 
 
 def test_what_runs_only_if_a_test_fails(tmp_path) -> None:

@@ -145,6 +145,15 @@ def test_what_is_written_is_read_back(
     )
 
 
+def test_ring_attention_wants_packed_samples() -> None:
+    text = SFT.replace("--ds.zero_stage 2", "--ds.zero_stage 2 --ds.ring_attn_size 2")
+    (only,) = OPENRLHF.refusals(read(text), 4)
+    assert "ring attention over cp=2 without packed samples" in only.what
+    assert only.legal == ("--ds.packing_samples",)
+    packed = text.replace("--ds.zero_stage", "--ds.packing_samples --ds.zero_stage")
+    assert OPENRLHF.refusals(read(packed), 4) == []
+
+
 @pytest.mark.parametrize(
     "lacking", [{"pp": 2, "schedule": "1f1b"}, {"offload": "parameters", "zero": 3}, {"ep": 2}]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given, settings
@@ -91,18 +92,40 @@ def pipelines(draw: st.DrawFn, recompute: list[str], schedules: list[str]) -> Jo
     return Job("", shape, by, tp * pp * cp * dp, min(8, tp * pp * cp * dp), 4096, facts)
 
 
+@st.composite
+def sharded(draw: st.DrawFn, tps: list[int], stages: list[int]) -> Job:
+    """A job without a pipeline, as trainers of reinforcement learning have them."""
+    tp = draw(st.sampled_from(tps))
+    cp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    zero = draw(st.sampled_from(stages)) if dp * cp > 1 else 0
+    by = Layout(
+        tp=tp, cp=cp, dp=dp, zero=zero, micro_batch=draw(st.integers(1, 4)),
+        copies=2 if zero and dp % 2 == 0 and draw(st.booleans()) else 1,
+        recompute=draw(st.sampled_from(["none", "full"])),
+        offload=draw(st.sampled_from(["none", "none", "optimizer", "parameters"])),
+    )  # fmt: skip
+    by = replace(by, global_batch=by.micro_batch * dp * draw(st.integers(1, 4)))
+    shape = ModelShape(4, 1024, 16, 8, 64, 2816, 32000, gated=True)
+    gpus, seq = tp * cp * dp, draw(st.sampled_from([None, 2048, 4096]))
+    facts = Facts("bf16", dp_overlap=draw(st.booleans()))
+    return Job("", shape, by, gpus, gpus if gpus <= 8 else 8 if gpus % 8 == 0 else 1, seq, facts)
+
+
 JOBS = {
-    "megatron": ("megatron.training", pipelines(["none", "selective", "full"], ["1f1b", "interleaved_1f1b"])),
-    "torchtitan": ("torchtitan.config", pipelines(["none", "op", "full"], ["1f1b", "gpipe", "interleaved_1f1b"])),
+    "megatron": (("megatron",), pipelines(["none", "selective", "full"], ["1f1b", "interleaved_1f1b"])),
+    "torchtitan": (("torchtitan",), pipelines(["none", "op", "full"], ["1f1b", "gpipe", "interleaved_1f1b"])),
+    "openrlhf": (("openrlhf",), sharded([1, 1, 2], [0, 1, 2, 3])),
+    "verl": (("hydra", "verl"), sharded([1], [2, 3])),
 }  # fmt: skip
-"""The module of a trainer's parser, and jobs to say to it."""
+"""What a trainer's parser needs, and jobs to say to it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_200_pipelines_are_read_as_written(name: str) -> None:
-    module, jobs = JOBS[name]
-    pytest.importorskip(module.partition(".")[0])
+    modules, jobs = JOBS[name]
+    if missing := [module for module in modules if find_spec(module) is None]:
+        pytest.skip(f"{' and '.join(missing)} is not installed")
     said = []
 
     @given(jobs)
@@ -136,4 +159,4 @@ def test_what_a_framework_refuses_is_told() -> None:
 def test_frameworks_without_a_parser_here() -> None:
     with pytest.raises(AutoparError, match="has no parser"):
         disagreements(Exported("nanotron 0.5", ""), Job("nanotron"))
-    assert set(PARSERS) == {*MODULES, "megatron-core", "torchtitan"}
+    assert set(PARSERS) == {*MODULES, "megatron-core", "torchtitan", "openrlhf", "verl"}

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.targets.arithmetic import NotANumber, evaluate
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.shell import read_script
-from autopar.targets.shell_syntax import parse
+from autopar.targets.shell_commands import parse
 
 
 def words_of(text: str, name: str = "run") -> tuple[str, ...]:

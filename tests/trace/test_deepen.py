@@ -50,6 +50,13 @@ MODELS = {
     "moe, dense first, windows": replace(DENSE_FIRST, window=8, window_every=2, layers=10),
     "moe, latent, a later token": replace(DENSE_FIRST, mla=MLA, kv_heads=4, mtp=1),
     "moe, two later tokens": replace(DENSE_FIRST, mtp=2),
+    "moe, every second": replace(MOE, expert_layers="01", dense_ffn=128, layers=9),
+    "moe, every third, no balance": replace(
+        MOE, expert_layers="100", dense_ffn=128, layers=11, router_aux_coef=0.0
+    ),
+    "moe, every second, windows": replace(
+        MOE, expert_layers="01", dense_ffn=128, window=8, window_every=3, layers=20
+    ),
 }
 WHOLE = {
     "gpt": replace(GPT, layers=3),

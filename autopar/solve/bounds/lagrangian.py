@@ -33,7 +33,7 @@ from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.costs.schedule import Schedule, ramp
 from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.elimination.cost_tables import Stack
-from autopar.solve.staging.interleaved import dealt_sizes, least_held
+from autopar.solve.staging.interleaved import deals_of, least_held
 
 _ROUNDS = 5
 """The largest number of rounds in which the price of a byte is improved."""
@@ -74,7 +74,7 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     whole = chunks == 1 and schedule.has_one_stage  # how long others wait: `Sketch`
     each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
-    deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
+    deals = deals_of(schedule, units) if chunks > 1 else [(1,) * ranks]
     held = tuple(
         max(
             min(least_held(moment, sizes[rank::ranks]) for sizes in deals)

@@ -92,7 +92,8 @@ class Sketch:
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.splits_backward else self.work_s
-        least_s = self._of_cuts_s if schedule.stages_per_rank == 1 else self._of_deals_s
+        is_free = schedule.stages_per_rank == 1 and not schedule.sizes
+        least_s = self._of_cuts_s if is_free else self._of_deals_s
         return float(
             least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)
         ) * (1 - _ROUNDING)
@@ -149,10 +150,11 @@ class Sketch:
         static: np.ndarray,
         waits_s: np.ndarray,
     ) -> float:
-        """The bound in seconds over all deals (`dealt_sizes`), with several stages per rank.
+        """The bound in seconds over all deals (`deals_of`), with several stages per rank or with
+        fixed sizes.
         Infinite if no deal fits or there are too few units. Arguments as in `_of_cuts_s`.
         """
-        ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
+        ends = ends_of(schedule, self.units)
         if not len(ends):
             return np.inf
         of_ranks = partial(sums_of_ranks, schedule, ends)

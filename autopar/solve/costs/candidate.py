@@ -19,7 +19,8 @@ MODES = ("none", "gather", "selective", "full")
 class Candidate:
     """The choices that are fixed before the strategy of each op is solved: mesh, micro-batch, ZeRO
     stage, recompute mode, pipeline schedule and offload. `schedule` and `stages_per_rank` are used
-    if `schedules` is empty.
+    if `schedules` is empty. `stage_sizes` has the layers of each stage if they are fixed, and then
+    all `schedules` have as many stages a rank.
     """
 
     mesh: MeshShape
@@ -36,6 +37,7 @@ class Candidate:
     shard: int = (
         0  # data-parallel ranks that share out what ZeRO does, of which groups hold copies; 0: all
     )
+    stage_sizes: tuple[int, ...] = ()  # layers of each stage of a pipeline; (): not fixed
 
     @property
     def parameters(self) -> tuple[MeshShape, int, int]:

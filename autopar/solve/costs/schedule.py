@@ -12,12 +12,21 @@ from autopar.solve.costs.pipeline_cost import Stages
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A pipeline's schedule by name ('gpipe' if there is one rank), its number of ranks, and the
-    number of stages of each rank.
+    number of stages of each rank. `sizes` has the blocks of each stage if these are fixed; (): the
+    search finds them.
+
+    Raises ValueError if `sizes` are not those of all stages, at least one block each.
     """
 
     name: str
     ranks: int
     stages_per_rank: int
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        stages = self.ranks * self.stages_per_rank
+        if self.sizes and (len(self.sizes) != stages or min(self.sizes) < 1):
+            raise ValueError(f"{stages} stages with one block or more each, not {self.sizes}")
 
     @property
     def alternates(self) -> bool:

@@ -265,7 +265,8 @@ class UniformRefiner:
         if number not in cells:
             cells[number] = Cell(first, candidate.modes)
         schedules = tuple(
-            Schedule(name, entry.ranks, count) for name, count in candidate.schedules
+            Schedule(name, entry.ranks, count, candidate.stage_sizes)
+            for name, count in candidate.schedules
         ) or (ALONE,)
         return UniformSolver(
             first, candidate.modes, schedules, self.capacity_bytes, cells[number], tuple(others)

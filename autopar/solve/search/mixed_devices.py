@@ -150,7 +150,10 @@ class MixedRefiner:
             if key not in self.cells:
                 self.cells[key] = Cell.of(models_of(alike, group))
             cells.append(self.cells[key])
-        schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
+        schedules = [
+            Schedule(name, candidate.mesh.pp, 1, candidate.stage_sizes)
+            for name, _ in candidate.schedules
+        ]
         entry.outcome, entry.is_opened = "open", True
         solver = entry.solver = MixedSolver(
             candidate=candidate,

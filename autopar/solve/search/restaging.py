@@ -114,9 +114,10 @@ def parts_of(group: Sequence[Candidate]) -> Part:
     """All plans of candidates that are solved together."""
     first = group[0]
     names = first.schedules or ((first.schedule, first.stages_per_rank),)
-    of_ranks = partial(_schedule, first.mesh.pp)
-    return Part(tuple(group), first.modes, tuple(of_ranks(*named) for named in names))
+    of_candidate = partial(_schedule, first)
+    return Part(tuple(group), first.modes, tuple(of_candidate(*named) for named in names))
 
 
-def _schedule(ranks: int, name: str, count: int) -> Schedule:
-    return Schedule(name, ranks, count) if ranks > 1 else ALONE
+def _schedule(candidate: Candidate, name: str, count: int) -> Schedule:
+    ranks = candidate.mesh.pp
+    return Schedule(name, ranks, count, candidate.stage_sizes) if ranks > 1 else ALONE

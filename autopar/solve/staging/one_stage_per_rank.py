@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import comb, inf
 
 import numpy as np
@@ -106,7 +106,7 @@ def _cut_freely(
             return None, inf, False
         runs, _, bound_s = _best_ways(rows, schedule, [whole])
         return runs, bound_s, finder.is_free
-    if comb(units - 1, ranks - 1) <= _FEW:
+    if schedule.sizes or comb(units - 1, ranks - 1) <= _FEW:
         return *_all_cuts(finder, upper_bound_s), finder.is_free
     known, known_s = _first_cut(finder, upper_bound_s)
     finder.is_free = True
@@ -158,12 +158,13 @@ def _first_ends(rows: Sequence[UnitRow]) -> list[tuple[int, ...]]:
 def _all_cuts(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] | None, float]:
     """(runs of the fastest of all cuts, a lower bound on the seconds of all cuts that fit). The
     runs are None if no cut that fits takes less than `upper_bound_s`. The bound is infinite if none
-    fits.
+    fits. A schedule with fixed sizes has one cut.
     """
     rows, schedule, run = finder.rows, finder.schedule, cache(finder.run)
     units, fits = len(rows[0]), False
     found: list[tuple[float, list[StageRun]]] = []
-    for inner in combinations(range(1, units), schedule.ranks - 1):
+    fixed = [tuple(accumulate(schedule.sizes[:-1]))] if schedule.sizes else None
+    for inner in fixed or combinations(range(1, units), schedule.ranks - 1):
         ends = list(pairwise((0, *inner, units)))
         longest_s = max(row.total_s(*of_rank) for row, of_rank in zip(rows, ends, strict=True))
         if rows[0].micro_batches * longest_s >= upper_bound_s:
