@@ -20,7 +20,14 @@ from autopar_cost_models.topology import group_shape
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.refit.measured_run import MeasuredRun, Transfer
-from autopar.refit.rates import factor_for, with_compute, with_link, with_memory, with_products
+from autopar.refit.rates import (
+    MOST,
+    factor_for,
+    with_compute,
+    with_link,
+    with_memory,
+    with_products,
+)
 from autopar.refit.what_ran import Price, WhatRan
 from autopar.text.units import ms
 
@@ -30,8 +37,10 @@ LEAST_MESSAGE_BYTES = 2**20
 """Messages below this show latency, not a rate."""
 LEAST_KERNELS = 8
 """Kernels of a kind from which a rate is fitted."""
-MOST_OFF = 3.0
-"""A run that takes this much longer or shorter than predicted is another one."""
+MOST_OFF = {"cuda": 3.0, "cpu": 32.0}
+"""By type of device: a run that takes this much longer or shorter than predicted is another one. The
+catalogue has one CPU for all.
+"""
 HOST_SHARE = 0.05
 """Share of a step that waits for the host, above which its time says nothing of the device."""
 _STEP_CLOSE = 1e-3
@@ -122,10 +131,11 @@ def _step_s(run: MeasuredRun, ran: WhatRan | None) -> float | None:
 
 def _check_likely(measured_s: float, before: Price, ran: WhatRan) -> None:
     ratio = measured_s / before.step_s
-    if not 1 / MOST_OFF <= ratio <= MOST_OFF:
+    most = MOST_OFF[ran.cluster.device_type]
+    if not 1 / most <= ratio <= most:
         raise AutoparError(
             f"a step took {ms(measured_s)}, {ratio:.3g} times the {ms(before.step_s)} that are predicted for {ran.name} on "
-            f"{ran.cluster.name}: that is another model, layout, batch or machine; give the file and the cluster of this run"
+            f"{ran.cluster.name}. That is another model, layout, batch or machine: give the file and the cluster of this run"
         )
 
 
@@ -206,7 +216,11 @@ def _fit_links(fit: _Fit, run: MeasuredRun) -> bool:
         own = [t for t in run.transfers if _side(t, fit.cluster) == side]
         own = [t for t in own if t.size_bytes >= LEAST_MESSAGE_BYTES]
         if len(own) < LEAST_KERNELS:
-            if run.has_kernels and topology.num_devices > 1:
+            if (
+                run.has_kernels
+                and topology.num_devices > 1
+                and (side == "intra" or topology.nodes > 1)
+            ):
                 few = f"{len(own)} collectives of at least 1 MiB, and {LEAST_KERNELS} are needed"
                 fit.unseen.append(f"{words}: {few}")
             continue
@@ -280,8 +294,8 @@ def _fit_whole(
         return
     if before.waiting_s > HOST_SHARE * before.step_s:
         raise AutoparError(
-            f"of the {ms(before.step_s)} that are predicted, devices wait {ms(before.waiting_s)} for the host: the time of this step "
-            "says nothing of the device; measure a larger micro-batch, or give a trace with record_shapes=True"
+            f"of the {ms(before.step_s)} that are predicted, devices wait {ms(before.waiting_s)} for the host. The time of this step "
+            "says nothing of the device: measure a larger micro-batch, or give a trace with record_shapes=True"
         )
     passes_s = run.ranges.get("passes", 0.0)
     exchange_s = fsum(seconds for name, seconds in run.ranges.items() if name != "passes")
@@ -295,9 +309,10 @@ def _fit_whole(
     def seconds(factor: float) -> float:
         return float(getattr(ran.priced(with_compute(start, factor)), price_s))
 
-    factor = factor_for(seconds, wanted_s, 2 * MOST_OFF, _STEP_CLOSE)
+    most = 2 * MOST_OFF[start.device_type]
+    factor = factor_for(seconds, wanted_s, most, _STEP_CLOSE)
     if factor is None:
-        fit.unseen.append(_beyond("the device", start))
+        fit.unseen.append(_beyond("the device", start, most))
         return
     device = start.device
     fit.cluster = with_compute(start, factor)
@@ -322,9 +337,10 @@ def _fit_exchange(fit: _Fit, ran: WhatRan, exchange_s: float) -> None:
     def seconds(factor: float) -> float:
         return ran.priced(with_link(start, "intra", factor)).exchange_s
 
-    factor = factor_for(seconds, exchange_s, 2 * MOST_OFF, _STEP_CLOSE)
+    most = 2 * MOST_OFF[start.device_type]
+    factor = factor_for(seconds, exchange_s, most, _STEP_CLOSE)
     if factor is None:
-        fit.unseen.append(_beyond("the link inside a node", start))
+        fit.unseen.append(_beyond("the link inside a node", start, most))
         return
     share = start.topology.intra.efficiency
     fit.changes.append(
@@ -333,10 +349,9 @@ def _fit_exchange(fit: _Fit, ran: WhatRan, exchange_s: float) -> None:
     fit.cluster = with_link(start, "intra", factor)
 
 
-def _beyond(what: str, cluster: ClusterSpec) -> str:
-    return (
-        f"{what}: no rate up to that of the datasheet explains it; is this {cluster.device.name}?"
-    )
+def _beyond(what: str, cluster: ClusterSpec, most: float = MOST) -> str:
+    near = f"no rate within a factor of {most:g}, and up to the datasheet's, explains it"
+    return f"{what}: {near}; is this {cluster.device.name}, as in {cluster.name}?"
 
 
 def _always_unseen(run: MeasuredRun, before: Price | None) -> list[str]:

@@ -28,8 +28,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective: its name in `COLLECTIVES`, the bytes of the whole tensor, the ranks of its group
-    (size and stride), and the seconds of its kernel, with the wait for other ranks.
+    """A collective: its name in `COLLECTIVES`, and the bytes of the whole tensor. The `ranks` of its
+    group lie `stride` apart. `seconds` are those of its kernel, with the wait for other ranks.
     """
 
     name: str

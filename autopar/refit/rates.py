@@ -10,7 +10,7 @@ from autopar_cost_models.curves import Curve
 
 from autopar.ir.cluster import ClusterSpec
 
-MOST = 64.0
+MOST = 8.0
 """The largest factor of a rate that is looked for."""
 
 

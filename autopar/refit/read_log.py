@@ -57,7 +57,7 @@ def _run_of_log(path: Path) -> MeasuredRun:
     ]
     is_rate = steps.unit != "ms"
     return MeasuredRun(
-        source=f"the log of {steps.framework}, {len(steps.values)} lines of steps",
+        source=f"the log of {steps.framework}, {len(steps.values)} line(s) of steps",
         step_s=None if is_rate else steps.steady / 1e3,
         tokens_per_s_per_gpu=steps.steady if is_rate else None,
         global_batch=batches.pop() if len(batches) == 1 else None,

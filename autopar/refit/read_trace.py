@@ -90,7 +90,7 @@ def run_of_trace(path: Path) -> MeasuredRun:
             "schedule and its step() after each, or with engine.profile"
         )
     step_s = median(_seconds(event) for event in steps) if steps else None
-    words = f"{len(steps)} steps" if step_s is None else f"{len(steps)} steps of {ms(step_s)}"
+    words = "no step" if step_s is None else f"{len(steps)} step(s) of {ms(step_s)}"
     return MeasuredRun(
         source=f"a trace of {words} and {len(kernels):,} kernels",
         step_s=step_s,
