@@ -13,7 +13,7 @@ from autopar_cost_models.constants import DISPATCH_S, FP8_ROWWISE_RATE, OWN_OP_I
 from autopar_cost_models.memory_error import SPREAD
 
 from autopar.predict.defaults import TIED_TOLERANCE
-from autopar.request.frameworks import EAGER_ISSUE_S, ROUTING_OPERATIONS
+from autopar.request.frameworks import EAGER_ISSUE_S, MESSAGE_STALL, ROUTING_OPERATIONS
 from autopar.text.tables import grid
 
 if TYPE_CHECKING:
@@ -50,16 +50,23 @@ CONSTANTS: tuple[Constant, ...] = (
     _fitted("intra_efficiency"),
     _fitted("inter_efficiency"),
     _fitted("overlap_slowdown"),
-    _fitted("power_exponent", "derived: matmul rates of H100 PCIe at 350 W and of H100 SXM at 700 W"),
     _fitted("reserved_bytes", "assumed: CUDA context, kernels and cuBLAS workspaces"),
     _fitted("fragmentation", "fit: memory of 32 published runs"),
     Constant("SPREAD", SPREAD, "fit: memory of nanotron's runs of the ultra-scale playbook"),
     Constant("FP8_ROWWISE_RATE", FP8_ROWWISE_RATE, "fit: two runs of torchtitan, commit 7a04053"),
     Constant("EAGER_ISSUE_S", EAGER_ISSUE_S, "fit: step times of nanotron with one sequence"),
+    Constant("MESSAGE_STALL", MESSAGE_STALL, "fit: step times of nanotron's pipelines on 16 GPUs"),
     Constant("ROUTING_OPERATIONS", ROUTING_OPERATIONS, "fit: step times of Qwen3 30B with one sequence"),
     Constant("TIED_TOLERANCE", TIED_TOLERANCE, "assumed: how far a published number of parameters may be off"),
 )  # fmt: skip
-"""Constants that were fitted, derived or assumed."""
+"""Constants that were fitted or assumed."""
+
+DERIVED: tuple[Constant, ...] = (
+    _fitted(
+        "power_exponent", "derived: matmul rates of H100 PCIe at 350 W and of H100 SXM at 700 W"
+    ),
+)
+"""Constants that follow from figures that others published."""
 
 MEASURED: tuple[Constant, ...] = (
     Constant("DISPATCH_S", DISPATCH_S, "measured: `autopar calibrate` beside an H200"),
@@ -71,8 +78,9 @@ in `autopar_cost_models.constants`, each with its source.
 
 
 def constants_json() -> str:
-    """The constants as JSON text: `constants` and `measured`, as lists."""
-    data = {"constants": [asdict(x) for x in CONSTANTS], "measured": [asdict(x) for x in MEASURED]}
+    """The constants as JSON text: `constants`, `derived` and `measured`, as lists."""
+    lists = {"constants": CONSTANTS, "derived": DERIVED, "measured": MEASURED}
+    data = {name: [asdict(x) for x in found] for name, found in lists.items()}
     return json.dumps(data, indent=1)
 
 
@@ -86,6 +94,7 @@ def constants_table() -> Group:
         grid(title, columns, [(x.name, f"{x.value:.3g}", x.origin) for x in found], (1,))
         for title, found in (
             (f"Constants: {len(CONSTANTS)} of at most {MOST}", CONSTANTS),
+            ("Derived from published figures", DERIVED),
             ("Measured here", MEASURED),
         )
     ]

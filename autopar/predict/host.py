@@ -29,7 +29,8 @@ def waiting_s(plan: Plan, traced: TracedModel, setting: Setting) -> float:
     time. `traced` is the model as it was planned; `setting` is that of the plan.
 
     A pipeline rank's micro-batch takes the longer of both times, and the slowest rank sets the pace
-    of all micro-batches and of the bubble. Updates of parameters are not counted. 0.0 on CPUs.
+    of all micro-batches and of the bubble. Hosts lose time to messages between nodes (`_stalled`).
+    Updates of parameters are not counted. 0.0 on CPUs.
     """
     if setting.cluster.device.generation == "cpu":
         return 0.0
@@ -40,13 +41,23 @@ def waiting_s(plan: Plan, traced: TracedModel, setting: Setting) -> float:
         [times[name] for stage in stages[rank::ranks] for name in stage] for rank in range(ranks)
     ]
     device_s = [sum(one.device_s for one in own) for own in by_rank]
+    stalled = _stalled(plan, setting)
     paced_s = max(
-        max(alone_s, sum(one.host_s for one in own))
+        max(alone_s, stalled * sum(one.host_s for one in own))
         for alone_s, own in zip(device_s, by_rank, strict=True)
     )
     chunks = max(len(stages) // ranks, 1)
     turns = plan.num_microbatches + (ranks - 1) / chunks
     return turns * max(paced_s - max(device_s), 0.0)
+
+
+def _stalled(plan: Plan, setting: Setting) -> float:
+    """By what factor hosts are slower because of messages of the pipeline between nodes: each rank of
+    tp adds `Software.message_stall`.
+    """
+    if plan.mesh.pp == 1 or setting.cluster.topology.nodes == 1:
+        return 1.0
+    return 1.0 + setting.software.message_stall * plan.mesh.tp
 
 
 def _segment_times(plan: Plan, traced: TracedModel, setting: Setting) -> dict[str, SegmentTime]:

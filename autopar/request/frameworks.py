@@ -42,6 +42,13 @@ autograd besides the 24 us of the operation alone. Fit: layers of nanotron with 
 4.5 ms for 78 operations, whatever their width.
 """
 
+MESSAGE_STALL = 0.48
+"""Share of its time that the host of a rank of nanotron loses while messages of its pipeline travel
+between nodes. Fit: step times of 59 pipelines on 16 GPUs. With one sequence a layer takes 9.7, 14.5
+and 23.5 ms with `tp` 2, 4 and 8, whatever its width. It takes 4.5 ms on one node, and on several
+without a pipeline. The cause is not known.
+"""
+
 ROUTING_OPERATIONS = 60
 """Operations of the host in a layer with experts that drop no tokens, besides those of the model, at
 `EAGER_ISSUE_S` each. Fit: a layer of Megatron-Bridge's Qwen3 30B with one sequence takes 8.8 ms on
@@ -308,6 +315,9 @@ _TIME: tuple[Rule, ...] = (
          "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
          "Transformer Engine gathers in fp8 too"),
     Rule("issue_s", EAGER_ISSUE_S, lambda job: not job.compiled, "`EAGER_ISSUE_S`; torch.compile joins the Python of many operations"),
+    Rule("message_stall", MESSAGE_STALL, lambda job: _on(job, "nanotron") and job.pp > 1,
+         "`MESSAGE_STALL`: nanotron's host waits for the shape of each message (parallel/pipeline_parallel/p2p.py, _recv_meta), and "
+         "collectives of tp wait for all hosts"),
     Rule("routing_operations", ROUTING_OPERATIONS, lambda job: _dropless(job) and not _hybrid_ep(job),
          "`ROUTING_OPERATIONS`: megatron-core's token dispatcher sorts, counts and permutes, and waits for the tokens of each expert "
          "(moe/token_dispatcher.py, _maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),

@@ -93,6 +93,8 @@ class Software:
             autopar's own engine frees what it gathers segment by segment.
         live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
         issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
+        message_stall: share of its time that a rank's host loses while messages of a pipeline travel between nodes.  Collectives of
+            tp wait for all ranks, so that the losses of its ranks add up.
         cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
         routing_operations: the number of operations that the host issues for a layer with experts besides those of the model.
         sorts_by_expert: tokens of several experts of a rank are sorted by expert after they arrive, and back before they return.
@@ -136,6 +138,7 @@ class Software:
     root_unit: bool = False
     live_parameters: int = 0
     issue_s: float | None = None
+    message_stall: float = 0.0
     cuda_graphs: str = "none"
     routing_operations: int = 0
     sorts_by_expert: bool = False
@@ -175,6 +178,10 @@ class Software:
         if self.issue_s is not None and not (finite(self.issue_s) and self.issue_s >= 0):
             raise AutoparError(
                 f"software: issue_s={shown(self.issue_s)} must be a finite number of seconds >= 0"
+            )
+        if not (finite(self.message_stall) and self.message_stall >= 0):
+            raise AutoparError(
+                f"software: message_stall={shown(self.message_stall)} must be a finite number >= 0"
             )
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(

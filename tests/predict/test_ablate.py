@@ -103,6 +103,7 @@ TOUCHES = {  # the values that differ, of any of these runs
                         "cluster.topology.inter.efficiency"},
     "kernel launches": {"software.fitted.launch_s", "cluster.device.launch_s"},
     "host": {"software.issue_s"},
+    "stalled hosts": {"software.message_stall"},
     "routing on the host": {"software.routing_operations"},
     "CUDA graphs": {"software.cuda_graphs"},
     "dispatch once": {"software.dispatch"},

@@ -21,7 +21,12 @@ from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
 from autopar.predict.score import Scored
 from autopar.predict.stage_cuts import stages_pin
-from autopar.request.frameworks import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, fields_of
+from autopar.request.frameworks import (
+    LIVE_PARAMETERS,
+    MESSAGE_STALL,
+    REDUCE_BUCKET_BYTES,
+    fields_of,
+)
 from autopar.request.software import Software
 
 STATED = (
@@ -66,7 +71,8 @@ CASES = [
     ({"framework": "nanotron", "zero_stage_or_fsdp": "0", "dtype": "bf16", "year": 2025},
      {"loss_kernel": "beside", "state_recipe": "copied_gradients", "joins_products": True}),
     ({"framework": "nanotron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2025, "pp": 2},
-     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients", "joins_products": True}),
+     {"loss_kernel": "beside", "gathers_again": True, "state_recipe": "copied_gradients", "joins_products": True,
+      "message_stall": MESSAGE_STALL}),
 ]  # fmt: skip
 
 

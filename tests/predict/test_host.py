@@ -51,6 +51,19 @@ def test_recomputation_takes_the_host_longer(tmp_path):
     assert again > 1.2 * host_s(case(tmp_path, LLAMA, issue_s=1e-3))
 
 
+def test_messages_between_nodes_slow_the_hosts_of_a_pipeline(tmp_path):
+    """Each rank of tp adds its loss. On one node, and without a pipeline, there is none."""
+    row = PIPELINE | {"framework": "nanotron"}
+    plain, stalled = (case(tmp_path, row, message_stall=x, issue_s=1e-3) for x in (0.0, 0.5))
+    assert stalled.run.degrees.pp > 1 and stalled.cluster.topology.nodes > 1
+    factor = 1 + 0.5 * stalled.run.degrees.tp
+    more_s = host_s(stalled) - host_s(plain)  # devices take microseconds
+    assert more_s == pytest.approx((factor - 1) * host_s(plain), rel=0.01)
+    alone = {"pp": "1", "dp": str(stalled.run.degrees.dp * stalled.run.degrees.pp), "vpp": "1"}
+    one, other = (case(tmp_path, row | alone, message_stall=x, issue_s=1e-3) for x in (0.0, 0.5))
+    assert host_s(one) == host_s(other)
+
+
 def test_routing_takes_the_host_further_operations(tmp_path):
     """60 operations in each of the three layers with experts, for each micro-batch."""
     row = MOE | {"recompute": "none"}
