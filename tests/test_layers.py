@@ -45,6 +45,7 @@ ROOMS = """
     autopar.report
     autopar.verify autopar.calibrate autopar.predict
     autopar.jobs
+    autopar.refit
     autopar.cli
     autopar.__main__
 """.split()

@@ -46,7 +46,11 @@ EXAMPLES = {
         "autopar verify hf:config.json --nproc 4 --pin pp=2,schedule=1f1b",
     ),
     "predict": ("autopar predict runs.csv --by gpu", "autopar predict runs.csv --ablate"),
-    "calibrate": ("autopar calibrate --nproc 4 --device cpu --output cluster.yaml",),
+    "calibrate": (
+        "autopar calibrate --nproc 4 --device cpu --output cluster.yaml",
+        "autopar calibrate --from-run train.log --job train.sh --cluster dgx-h100:8",
+        "autopar calibrate --from-run trace.json.gz --cluster dgx-h100:1 --output mine.yaml",
+    ),
     "demo": ("autopar demo",),
     "models": ("autopar models", "autopar models qwen3"),
     "devices": ("autopar devices", "autopar devices rtx"),

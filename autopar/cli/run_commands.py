@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -280,18 +280,35 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
     show_default=True,
     help="Cluster file to write.",
 )
+@click.option(
+    "--from-run",
+    "run",
+    type=click.Path(dir_okay=False),
+    metavar="LOG|trace.json",
+    help="Fit --cluster to a measured run instead: a trace of torch's profiler, or a log of Megatron-LM, torchtitan or nanotron.",
+)
+@click.option("--cluster", help="With --from-run: where it ran (default: the cluster of --plan).")
+@click.option("--plan", help="With --from-run: the saved plan that ran.")
+@click.option("--job", help="With --from-run: the job file of the framework that ran.")
+@click.option("--model", help="With --from-run: a MODEL, if the file of what ran has none.")
+@click.option("--seq", type=options.POSITIVE, help="With --from-run: tokens per sequence.")
 @options.as_json
-def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool) -> None:
+def calibrate(
+    nproc: int | None, device: str | None, output: str, as_json: bool, **asked: Any
+) -> None:
     """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches
-    and collectives.
+    and collectives. With --from-run, fit a cluster to one measured run instead.
 
     CPU processes talk over gloo, GPUs over NCCL. Other commands take the file as CLUSTER. This
     takes about a minute. Leave the machine idle, since other load distorts the figures.
+
+    A run shows some rates and not others; what it does not show is listed and stays as it was.
     \u000c
     `nproc` devices are measured at once (None: 4 CPU processes, or all GPUs). `device` is 'cpu'
     or 'cuda' (None: 'cuda' if there is one). `output` is the path of the file, .yaml or .yml.
-    `as_json`: prints the cluster as JSON instead of a table. Raises AutoparError for another
-    path.
+    `as_json`: prints the cluster as JSON instead of a table. `asked` has the options of --from-run:
+    `run`, `cluster`, `plan`, `job`, `model` and `seq`. Raises AutoparError for another path, and for
+    options that do not go together.
     """
     if not output.lower().endswith((".yaml", ".yml")):
         raise AutoparError(
@@ -302,6 +319,13 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
         raise AutoparError(
             f"--output {output}: {folder} is no folder that can be written to; choose another path"
         )
+    if asked["run"] is not None:
+        if nproc is not None or device is not None:
+            raise AutoparError("--from-run measures no device: leave --nproc and --device out")
+        _refit(output, as_json, **asked)
+        return
+    if given := [name for name in ("cluster", "plan", "job", "model", "seq") if asked[name]]:
+        raise AutoparError(f"--{given[0]} says what a measured run was: give --from-run too")
     with progress("calibrating") as tell:
         from autopar.calibrate.cluster import calibrate as measure
 
@@ -313,6 +337,54 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
         from autopar.calibrate.report import calibration_table
 
         show(calibration_table(spec, output))
+
+
+_NO_CLUSTER = (
+    "--from-run needs to know where it ran: give --cluster, for example --cluster dgx-h100:8"
+)
+
+
+def _refit(
+    output: str,
+    as_json: bool,
+    run: str,
+    cluster: str | None,
+    plan: str | None,
+    job: str | None,
+    model: str | None,
+    seq: int | None,
+) -> None:
+    """Fit a cluster to a measured run, write it to `output`, and print what changed."""
+    if plan is not None and job is not None:
+        raise AutoparError("--plan and --job both say what ran: give one of them")
+    if cluster is None and plan is None:
+        raise AutoparError(_NO_CLUSTER)
+    with progress("reading the run") as tell:
+        from autopar.request.arguments import parsed_cluster
+
+        spec = parsed_cluster(cluster).one_kind if cluster is not None else None
+        from autopar.refit.fit import refit
+        from autopar.refit.read_log import read_run
+        from autopar.refit.what_ran import job_file, saved_plan
+
+        measured = read_run(run)
+        tell("pricing what ran, and fitting rates")
+        ran = None
+        if plan is not None:
+            ran = saved_plan(plan, spec, model, seq)
+        elif job is not None and spec is not None:
+            ran = job_file(job, spec, model, seq)
+        at = ran.cluster if ran is not None else spec
+        if at is None:
+            raise AutoparError(_NO_CLUSTER)
+        found = refit(measured, at, ran)
+    found.cluster.to_yaml(output)
+    from autopar.refit.report import refit_data, refit_table
+
+    if as_json:
+        click.echo(json.dumps(refit_data(found), indent=1))
+    else:
+        show(refit_table(found, output))
 
 
 @click.command(cls=options.Command)

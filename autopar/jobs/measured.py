@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -12,13 +13,40 @@ from autopar.targets.job import Job
 
 _TEXT = re.compile(r"\s*([\d.]+(?:e-?\d+)?)\s*(s|ms|tokens/s/gpu|tokens/s|)\s*", re.IGNORECASE)
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
+_NUMBER = r"\s*(-?[\d.,]+)([KM]?)"
 _LOGS = (
-    (re.compile(r"elapsed time per iteration \(ms\):\s*([\d.,]+)([KM]?)"), "ms"),  # Megatron-LM
-    (re.compile(r"\btps:\s*([\d.,]+)([KM]?)"), "tokens/s/gpu"),  # torchtitan
-    (re.compile(r"time_per_iteration_ms:\s*([\d.,]+)([KM]?)"), "ms"),  # nanotron
+    ("Megatron-LM", re.compile(rf"elapsed time per iteration \(ms\):{_NUMBER}"), "ms"),
+    # a line of validation has a rate too
+    (
+        "torchtitan",
+        re.compile(rf"^(?!.*validate step).*?\btps:{_NUMBER}", re.MULTILINE),
+        "tokens/s/gpu",
+    ),
+    ("nanotron", re.compile(rf"time_per_iteration_ms:{_NUMBER}"), "ms"),
 )
-"""What a line of a framework's log says of a step, and its unit."""
+"""Frameworks, what a line of their logs says of a step, and its unit."""
+FORMS = (
+    "Megatron-LM ('elapsed time per iteration (ms): 8100'), torchtitan ('tps: 2,400') or "
+    "nanotron ('time_per_iteration_ms: 8.1K')"
+)
+"""What these lines look like, for messages."""
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of a log: the framework that wrote it, and what it says of each, in `unit` ('ms' or
+    'tokens/s/gpu').
+    """
+
+    framework: str
+    unit: str
+    values: tuple[float, ...]
+
+    @property
+    def steady(self) -> float:
+        """The median of the second half, since the first steps are slower."""
+        return median(self.values[len(self.values) // 2 :])
 
 
 def measured_step_s(text: str, job: Job, seq: int | None, gpus: int) -> float:
@@ -36,7 +64,8 @@ def measured_step_s(text: str, job: Job, seq: int | None, gpus: int) -> float:
     """
     found = _TEXT.fullmatch(text)
     if found is None and Path(text).is_file():
-        value, unit = _of_log(read_text(text, "log"), text)
+        steps = steps_of(read_text(text, "log"), text)
+        value, unit = steps.steady, steps.unit
     else:
         try:
             value, unit = (float(found[1]), found[2].lower()) if found else (0.0, "")
@@ -55,15 +84,28 @@ def measured_step_s(text: str, job: Job, seq: int | None, gpus: int) -> float:
     return job.layout.batch_on(gpus) * length / rate
 
 
-def _of_log(text: str, path: str) -> tuple[float, str]:
-    """(median of the second half of a log's steps, its unit). Raises AutoparError without a step."""
+def steps_of(text: str, path: str) -> Steps:
+    """The steps in the text of a log; `path` names it in errors. Raises AutoparError without a step,
+    and for one that is not above 0.
+    """
     plain = _COLOR.sub("", text)
-    for pattern, unit in _LOGS:
-        steps = [float(number.replace(",", "")) * _FACTORS[factor]
-                 for number, factor in pattern.findall(plain) if number.strip(".,")]  # fmt: skip
-        if steps:
-            return median(steps[len(steps) // 2 :]), unit
-    raise AutoparError(
-        f"{path} has no step in the form of Megatron-LM ('elapsed time per iteration (ms): 8100'), torchtitan ('tps: 2,400') or "
-        "nanotron ('time_per_iteration_ms: 8.1K')"
-    )
+    for framework, pattern, unit in _LOGS:
+        found = [(number, factor) for number, factor in pattern.findall(plain)
+                 if number.strip("-.,")]  # fmt: skip
+        values = tuple(_value(number, path) * _FACTORS[factor] for number, factor in found)
+        if any(value <= 0 for value in values):
+            raise AutoparError(
+                f"{path} has a step of {min(values):g} {unit}, which must be above 0: it was damaged; log the run again"
+            )
+        if values:
+            return Steps(framework, unit, values)
+    raise AutoparError(f"{path} has no step in the form of {FORMS}")
+
+
+def _value(number: str, path: str) -> float:
+    try:
+        return float(number.replace(",", ""))
+    except ValueError:
+        raise AutoparError(
+            f"{path} has the step {shown(number)}, which is no number: it was damaged; log the run again"
+        ) from None

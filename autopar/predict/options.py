@@ -206,6 +206,27 @@ def read_dtype(text: str) -> Stated:
     return {"matmul": matmul, "compute": compute} | ({"recipe": "mx"} if "mxfp8" in lower else {})
 
 
+_SAID = {
+    "zero_stage_or_fsdp": r"zero|fsdp2?|hsdp|hybrid|full_shard|hybrid_shard|shard_grad_op|shard\w*|no|none|ddp|reshard|without|after|"
+    r"fwd|forward|dist|distributed|optimizer|default|memory|nemo|megatron|deepspeed|torch|within|a|node|of|group|groups|replicas|replicate|x|stage",
+    "recompute": r"none|no|off|full|selective|attention|core|core_attn|all|layers|uniform|every|layer",
+    "dtype": r"fp32|tf32|fp16|bf16|fp8|fp4|bfp16|float32|float16|bfloat16|float8|mxfp8|nvfp4|mxfp4|mixed|precision|amp|linear|layers|"
+    r"linears|e4m3|e5m2|hybrid|tensorwise|rowwise|current|delayed|scaling",
+}
+"""By column, the words that `read_sharding`, `read_recompute` and `read_dtype` know, or that say
+nothing of their own.
+"""
+
+
+def unknown_words(column: str, text: str) -> tuple[str, ...]:
+    """What the cell of a column of `_SAID` says besides words that are known: `column: text`; ()
+    if nothing. Numbers are known.
+    """
+    words = re.findall(r"(?<![a-z0-9_])[a-z][a-z0-9_]*", text.lower())
+    unknown = [word for word in words if not re.fullmatch(_SAID[column], word)]
+    return (f"{column}: {' '.join(unknown)}",) if unknown else ()
+
+
 def read_memory_kind(text: str) -> tuple[str, float]:
     """(scope, bytes per unit) of a memory figure. The scope is 'analytic', 'device', 'reserved',
     'allocated', or '' if unknown.

@@ -26,6 +26,7 @@ from autopar.predict.options import (
     read_options,
     read_recompute,
     read_sharding,
+    unknown_words,
 )
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
 
@@ -177,6 +178,8 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
     other columns override options.
     """
     options, ignored = read_options(cells.get("extra_opts", ""))
+    for column in ("zero_stage_or_fsdp", "recompute", "dtype"):
+        ignored += unknown_words(column, cells.get(column, ""))
     stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
     stated |= read_sharding(cells.get("zero_stage_or_fsdp", ""))
     stated |= read_recompute(cells.get("recompute", ""), options)

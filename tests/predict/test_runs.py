@@ -262,6 +262,25 @@ def test_sharding(text, zero, sharding, group):
     )
 
 
+@pytest.mark.parametrize(
+    ("cells", "ignored"),
+    [
+        (
+            {"zero_stage_or_fsdp": "1 (dist optimizer, 4 instances)"},
+            "zero_stage_or_fsdp: instances",
+        ),
+        ({"zero_stage_or_fsdp": "fsdp2 (offloaded)"}, "zero_stage_or_fsdp: offloaded"),
+        ({"recompute": "selective (mla_up_proj)"}, "recompute: mla_up_proj"),
+        ({"dtype": "fp8 attention"}, "dtype: attention"),
+        ({"extra_opts": "cpu_offloading_num_layers=8"}, "cpu_offloading_num_layers=8"),
+    ],
+)
+def test_what_a_column_says_besides_is_listed(read, cells, ignored):
+    run = read(LLAMA, **cells)
+    assert run.ignored == (ignored,) and not run.complete
+    assert not read(LLAMA, zero_stage_or_fsdp="1 (dist optimizer, NeMo default; memory)").ignored
+
+
 def test_sharding_within_a_node(read):
     assert read(LLAMA, zero_stage_or_fsdp="hsdp").degrees.shard_group == 8
     assert read(LLAMA, zero_stage_or_fsdp="hsdp(shard=4)").degrees.shard_group == 4

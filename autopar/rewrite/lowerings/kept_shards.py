@@ -14,7 +14,9 @@ and the value is gathered once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -30,6 +32,33 @@ Kept = tuple["GatheredAgain", tuple[int, ...], tuple[int, ...], int]
 the value."""
 
 
+class Reading(Enum):
+    """What a node of autograd gets that reads a tensor of a gathered value."""
+
+    LAST = "the tensor; the last node that reads the value frees it"
+    EARLIER = "the tensor; the node will run again and read it then"
+    SHAPE = "a tensor of the same shape without contents, of which nothing is computed"
+
+
+_reading = Reading.LAST
+
+
+def read_as(reading: Reading) -> None:
+    """What nodes get from now on. A backward in two parts runs some nodes twice."""
+    global _reading
+    _reading = reading
+
+
+@contextmanager
+def reading_as(reading: Reading) -> Iterator[None]:
+    """A context in which nodes get what `reading` says."""
+    read_as(reading)
+    try:
+        yield
+    finally:
+        read_as(Reading.LAST)
+
+
 class GatheredAgain:
     """A value of which forward keeps this rank's shard, and which backward gathers when it first
     needs it. It is freed after the last use of a tensor that autograd kept.
@@ -40,6 +69,7 @@ class GatheredAgain:
         `split` cuts the flattened value.
         """
         self._memory = whole.untyped_storage().data_ptr()
+        self._dtype, self._device = whole.dtype, whole.device
         self._first, self._count = int(whole.storage_offset()), whole.numel()
         self._shard: Tensor | None = shard.detach()
         self._group, self._split = group, split
@@ -71,14 +101,17 @@ class GatheredAgain:
 
     def take(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
         """The tensor of this shape, stride and offset, which `pack` described. The last use frees
-        the value and the shard, since a graph may outlive its backward.
+        the value and the shard, since a graph may outlive its backward. What it returns otherwise
+        is said by `Reading`.
         """
+        if _reading is Reading.SHAPE:
+            return torch.empty((), dtype=self._dtype, device=self._device).expand(shape)
         self.start()
         started, self._started = self._started, None
         whole = self._whole if started is None else started.wait()
         if whole is None:
             raise RuntimeError("a value that is gathered again has not arrived")
-        self._uses -= 1
+        self._uses -= _reading is Reading.LAST
         self._whole = whole if self._uses else None
         self._shard = self._shard if self._uses else None
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)

@@ -34,6 +34,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
+from autopar.rewrite.lowerings.kept_shards import Reading, read_as, reading_as
+
 _ONCE = ("NativeGroupNormBackward0",)
 """Names of nodes that run once, for all gradients. torch 2.13's group norm on CPU crashes if it is
 asked for those of weights alone and its input is channels last.
@@ -187,11 +189,12 @@ class PartedBackward:
         """
         self._read = found = set[int]()
         try:
-            for node in nodes:
-                for name in dir(node):
-                    # of an op of torch, or of a Function
-                    if name.startswith("_saved_") or name == "saved_tensors":
-                        getattr(node, name)
+            with reading_as(Reading.SHAPE):
+                for node in nodes:
+                    for name in dir(node):
+                        # of an op of torch, or of a Function
+                        if name.startswith("_saved_") or name == "saved_tensors":
+                            getattr(node, name)
         finally:
             self._read = None
         return frozenset(found)
@@ -339,8 +342,10 @@ class _Ways:
         def keep(number: int, weights: list[GradientEdge]) -> Callable:
             node = self.nodes[number]
             narrow = self._narrowed(number)
+            reading = self._reading(number)
 
             def hook(given: tuple[Tensor | None, ...]) -> None:
+                read_as(reading)  # until the node has run
                 of: Given = [
                     (GradientEdge(node, number), grad)
                     for number, grad in enumerate(given)
@@ -354,17 +359,19 @@ class _Ways:
         shared = self._edges(self.parts.shared)
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
         if now:
+            twice = [(number, of) for number, of in self.parts.later if number is not None]
             handles = [
                 self.nodes[number].register_prehook(keep(number, self._edges(weights)))
-                for number, weights in self.parts.later
-                if number is not None
+                for number, weights in twice
             ]
+            handles += [self.nodes[number].register_hook(_read_on) for number, _ in twice]
             edges, grads = _apart(now)
             try:
                 found = torch.autograd.grad(
                     edges, [*inputs, *shared], grads, retain_graph=True, allow_unused=True
                 )
             finally:
+                read_as(Reading.LAST)
                 for handle in handles:
                     handle.remove()
             found, of_weights = found[: len(inputs)], list(found[len(inputs) :])
@@ -381,6 +388,22 @@ class _Ways:
     def _waits(self, number: int) -> bool:
         """Whether the second part alone runs a node."""
         return number in self.parts.waiting and number not in self.parts.first
+
+    def _reading(self, number: int) -> Reading:
+        """What a node that runs in both parts gets in the first, of values that are gathered again.
+        Linear layers read them for gradients of weights alone.
+        """
+        now = set(self.parts.shared) & self._ends_of(number)
+        return Reading.EARLIER if now else Reading.SHAPE
+
+    def _ends_of(self, number: int) -> set[int]:
+        """The nodes without followers to which a node leads outside the first part."""
+        todo, found = [n for n in self.following[number] if n not in self.parts.first], set()
+        while todo:
+            after = self.following[node := todo.pop()]
+            todo += after
+            found |= set() if after else {node}
+        return found
 
     def _narrowed(self, number: int) -> Callable[[], None]:
         """Make a node that both parts run compute only what the first part needs now. Calling the
@@ -404,6 +427,11 @@ class _Ways:
             node.needs_input_grad = second
 
         return narrow
+
+
+def _read_on(*_: Any) -> None:
+    """Runs after a node that runs in both parts."""
+    read_as(Reading.LAST)
 
 
 def _trains(x: Any) -> bool:

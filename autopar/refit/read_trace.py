@@ -1,0 +1,272 @@
+"""Reads a trace of torch's profiler: products, element-wise kernels and collectives with their sizes,
+gaps between kernels, steps, and the ranges of `engine.profile`.
+
+Events are those of torch's Kineto exporter. A kernel has the `External id` of the op that launched
+it, whose `Input Dims` are there if the profiler ran with `record_shapes=True`. Kernels of NCCL carry
+the name and size of their collective themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import AXES
+from autopar.refit.measured_run import MeasuredRun, Product, Stream, Transfer
+from autopar.report.trace_check import read_trace
+from autopar.text.units import ms
+
+Event = Mapping[str, Any]
+_DTYPES = {
+    "double": ("fp64", 8),
+    "float": ("fp32", 4),
+    "c10::BFloat16": ("bf16", 2),
+    "c10::Half": ("fp16", 2),
+    "c10::Float8_e4m3fn": ("fp8", 1),
+    "c10::Float8_e5m2": ("fp8", 1),
+}
+"""Type of an op's input -> (dtype, bytes of an element)."""
+_NCCL_BYTES = {
+    "Float": 4,
+    "BFloat16": 2,
+    "Half": 2,
+    "Double": 8,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+    "Byte": 1,
+    "Int": 4,
+    "Long": 8,
+}
+"""`dtype` of a collective -> bytes of an element."""
+_FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # fmt: skip
+"""Ops of products -> position of their first factor; the second follows."""
+_STREAMS = ("aten::add", "aten::mul", "aten::sub", "aten::div", "aten::silu", "aten::copy_")
+_COLLECTIVES = (
+    (re.compile(r"all_?reduce"), "all_reduce", "In msg nelems"),
+    (re.compile(r"all_?gather"), "all_gather", "Out msg nelems"),
+    (re.compile(r"reduce_scatter"), "reduce_scatter", "In msg nelems"),
+    (re.compile(r"all_?to_?all"), "all_to_all", "In msg nelems"),
+)
+"""What names of collectives contain -> the name in `COLLECTIVES`, and which message is the whole."""
+_STEP = re.compile(r"(ProfilerStep#|step )\d+")
+_PASS = re.compile(r"micro-batch \d+ (forward|backward)")
+_EXCHANGE = re.compile(rf"\w+ over ({'|'.join(AXES)})")
+
+
+def run_of_trace(path: Path) -> MeasuredRun:
+    """The run in a trace. Raises AutoparError if the file is cut off, is no trace of torch's profiler,
+    or was predicted by autopar.
+    """
+    try:
+        data = read_trace(path)
+    except AutoparError as error:
+        raise AutoparError(
+            f"{error}; give a whole trace, as torch.profiler's export_chrome_trace writes it when the run has ended"
+        ) from None
+    other = data.get("otherData")
+    if isinstance(other, dict) and "folded" in other:
+        raise AutoparError(
+            f"{path} was predicted by autopar explain --trace, and nothing was measured: give a trace of torch's profiler"
+        )
+    events = [event for event in data["traceEvents"] if _is_slice(event, path)]
+    kernels = _of_one_device([event for event in events if event.get("cat") == "kernel"])
+    products, streams = _computed(events, kernels)
+    named = "gpu_user_annotation" if kernels else "user_annotation"
+    ranges = [event for event in events if event.get("cat") == named]
+    steps = [event for event in ranges if _STEP.fullmatch(_name(event))]
+    steps = steps or [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation" and _STEP.fullmatch(_name(event))
+    ]
+    if not kernels and not steps:
+        raise AutoparError(
+            f"{path} has no kernel of a GPU and no range of a step: profile steps of training with torch.profiler, with a "
+            "schedule and its step() after each, or with engine.profile"
+        )
+    step_s = median(_seconds(event) for event in steps) if steps else None
+    words = "no step" if step_s is None else f"{len(steps)} step(s) of {ms(step_s)}"
+    return MeasuredRun(
+        source=f"a trace of {words} and {len(kernels):,} kernels",
+        step_s=step_s,
+        products=tuple(products),
+        streams=tuple(streams),
+        transfers=tuple(_transfers(kernels)),
+        gaps_s=tuple(_gaps_s(events, kernels)),
+        ranges=_ranges(ranges, len(steps)),
+        has_kernels=bool(kernels),
+        steps=len(steps),
+    )
+
+
+def _is_slice(event: Any, path: Path) -> bool:
+    """Whether an event is a slice of time. Raises AutoparError for one whose times are no numbers
+    from 0 on.
+    """
+    if not isinstance(event, dict) or event.get("ph") != "X":
+        return False
+    for key in ("ts", "dur"):
+        value = event.get(key, 0)
+        # inf and nan are no times either
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e18:
+            raise AutoparError(
+                f"{path}: the event {_name(event)[:60]!r} has {key}={value!r}, which is no time from 0 on: the trace was damaged; "
+                "profile again"
+            )
+    return "ts" in event and "dur" in event
+
+
+def _name(event: Event) -> str:
+    return str(event.get("name", ""))
+
+
+def _args(event: Event) -> Mapping[str, Any]:
+    found = event.get("args")
+    return found if isinstance(found, dict) else {}
+
+
+def _seconds(event: Event) -> float:
+    return float(event["dur"]) / 1e6  # a Chrome trace counts microseconds
+
+
+def _of_one_device(kernels: Sequence[Event]) -> list[Event]:
+    """The kernels of the first device, in the order in which they begin."""
+    devices = sorted({str(_args(event).get("device", event.get("pid"))) for event in kernels})
+    own = [e for e in kernels if str(_args(e).get("device", e.get("pid"))) == devices[0]]
+    return sorted(own, key=lambda event: event["ts"])
+
+
+# ------------------------------------------------------------------------------------------------------------------ compute
+
+
+def _computed(
+    events: Sequence[Event], kernels: Sequence[Event]
+) -> tuple[list[Product], list[Stream]]:
+    """(products, element-wise kernels) whose shapes are recorded. The kernels of one op count
+    together.
+    """
+    took: dict[Any, float] = defaultdict(float)
+    tf32: set[Any] = set()
+    for kernel in kernels:
+        number = _args(kernel).get("External id")
+        if number is not None and "nccl" not in _name(kernel).lower():
+            took[number] += _seconds(kernel)
+            if "tf32" in _name(kernel):
+                tf32.add(number)
+    products, streams = [], []
+    for event in events:
+        number = _args(event).get("External id")
+        if event.get("cat") != "cpu_op" or number not in took or "Input Dims" not in _args(event):
+            continue
+        try:
+            if product := _product(event, took[number], number in tf32):
+                products.append(product)
+            if stream := _stream(event, took[number]):
+                streams.append(stream)
+        except (TypeError, ValueError, IndexError):
+            continue  # an op with other arguments
+    return products, streams
+
+
+def _product(event: Event, seconds: float, is_tf32: bool) -> Product | None:
+    """The product that an op is; None for another op or dtype."""
+    first = _FACTORS.get(_name(event))
+    args = _args(event)
+    if first is None or args["Input type"][first] not in _DTYPES or seconds <= 0:
+        return None
+    dtype = _DTYPES[args["Input type"][first]][0]
+    *batch, m, k = map(int, args["Input Dims"][first])
+    n = int(args["Input Dims"][first + 1][-1])
+    if min(m, n, k, *batch) < 1:
+        return None
+    name = "tf32" if is_tf32 and dtype == "fp32" else dtype
+    return Product(m, n, k, batch[0] if batch else 1, name, seconds)
+
+
+def _stream(event: Event, seconds: float) -> Stream | None:
+    """The element-wise kernel that an op is; None for another op, and for operands that are read
+    more than once or not at all (broadcast).
+    """
+    if _name(event) not in _STREAMS or seconds <= 0:
+        return None
+    args = _args(event)
+    pairs = zip(args["Input Dims"], args["Input type"], strict=False)
+    tensors = [(tuple(map(int, dims)), _DTYPES[kind][1]) for dims, kind in pairs
+               if kind in _DTYPES and dims]  # fmt: skip
+    if not tensors or any(shape != tensors[0][0] for shape, _ in tensors):
+        return None
+    strides = args.get("Input Strides", ())
+    if any(0 in stride for stride in strides if isinstance(stride, list)):
+        return None
+    elements = 1
+    for size in tensors[0][0]:
+        elements *= size
+    sizes = [elements * itemsize for _, itemsize in tensors]
+    written = 0 if _name(event) == "aten::copy_" else sizes[0]  # its first input is what it writes
+    return Stream(sum(sizes) + written, seconds)
+
+
+def _gaps_s(events: Sequence[Event], kernels: Sequence[Event]) -> Iterator[float]:
+    """Seconds between two kernels of a stream, if the second was launched before the first ended."""
+    launched = {
+        _args(event).get("correlation"): event["ts"] + event["dur"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    before: dict[Any, float] = {}
+    for kernel in kernels:
+        stream, number = _args(kernel).get("stream"), _args(kernel).get("correlation")
+        end = before.get(stream)
+        if end is not None and number in launched and launched[number] < end <= kernel["ts"]:
+            yield (kernel["ts"] - end) / 1e6
+        before[stream] = kernel["ts"] + kernel["dur"]
+
+
+# ------------------------------------------------------------------------------------------------------------ communication
+
+
+def _transfers(kernels: Sequence[Event]) -> Iterator[Transfer]:
+    """The collectives whose kernels say their size."""
+    for kernel in kernels:
+        args, name = _args(kernel), str(_args(kernel).get("Collective name", "")).lower()
+        size = _NCCL_BYTES.get(str(args.get("dtype")))
+        kind = next(((n, whole) for of, n, whole in _COLLECTIVES if of.search(name)), None)
+        if kind is None or size is None or not kernel["dur"]:
+            continue
+        elements, ranks = args.get(kind[1]), args.get("Group size")
+        if not isinstance(elements, int) or not isinstance(ranks, int) or elements < 1 or ranks < 2:
+            continue
+        stride = _stride(str(args.get("Process Group Ranks", "")))
+        yield Transfer(kind[0], elements * size, ranks, stride, _seconds(kernel))
+
+
+def _stride(text: str) -> int:
+    """How far the ranks in a text such as `[0, 8, 16]` lie apart; 1 if it does not tell."""
+    ranks = list(map(int, re.findall(r"\d+", text)))
+    return max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1
+
+
+def _ranges(events: Sequence[Event], steps: int) -> dict[str, float]:
+    """Seconds of a step in the passes of `engine.profile` ('passes'), and in the collectives inside
+    them, by axis. {} if there is none.
+    """
+    passes = [event for event in events if _PASS.fullmatch(_name(event))]
+    found: dict[str, float] = defaultdict(float)
+    for event in passes:
+        found["passes"] += _seconds(event) / max(steps, 1)
+    for event in events:
+        match = _EXCHANGE.fullmatch(_name(event))
+        if match and any(_is_in(event, of) for of in passes):
+            found[match[1]] += _seconds(event) / max(steps, 1)
+    return dict(found)
+
+
+def _is_in(event: Event, other: Event) -> bool:
+    return bool(
+        other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"]
+    )
