@@ -71,7 +71,7 @@ def _host_s(block: AnnotatedBlock, setting: Setting) -> float:
         op.strategies[0].forward_dispatch_s + op.strategies[0].backward_dispatch_s for op in issued
     )
     issue_s = device.issue_s if software.issue_s is None else software.issue_s
-    if setting.mesh.tp > 1 and _between_nodes(setting):
+    if _between_nodes(setting):
         issue_s *= 1 + software.network_slows_host * setting.mesh.tp
     return seconds * issue_s / device.issue_s + len(experts) * software.routing_operations * issue_s
 

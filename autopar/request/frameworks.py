@@ -46,9 +46,9 @@ NETWORK_SLOWS_HOST = 0.47
 """For each rank of tp, how much longer the host takes to issue an operation where a pipeline runs
 between nodes, as a share of its time. Fit: layers of nanotron on 2 nodes of 8 H100. With few
 sequences they take 10, 15 and 23 ms with tp 2, 4 and 8, whatever their width. Where the pipeline
-stays within a node they take 4.5 to 5.5 ms, and with tp=1 no longer than that. The likely cause is NCCL's
-threads for the network, which wait busily (github.com/NVIDIA/nccl/issues/374): a collective over tp
-waits for the rank whose host they hold up.
+stays within a node, and without one, they take 4.4 to 5.5 ms. The likely cause is NCCL's threads
+for the network, which wait busily (github.com/NVIDIA/nccl/issues/374): a collective over tp waits
+for the rank whose host they hold up.
 """
 
 ROUTING_OPERATIONS = 60

@@ -93,7 +93,7 @@ class Software:
             autopar's own engine frees what it gathers segment by segment.
         live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
         issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
-        network_slows_host: where a pipeline runs between nodes and tp > 1, the host takes 1 + tp times this number as long.
+        network_slows_host: where a pipeline runs between nodes, the host takes 1 + tp times this number as long.
         cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
         routing_operations: the number of operations that the host issues for a layer with experts besides those of the model.
         sorts_by_expert: tokens of several experts of a rank are sorted by expert after they arrive, and back before they return.

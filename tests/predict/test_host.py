@@ -47,7 +47,7 @@ def test_the_wait_is_the_time_of_the_host_beyond_that_of_the_device(tmp_path):
     [
         ({"gpus": 2, "tp": 2, "gpus_per_node": 1}, 1.0),  # no pipeline
         ({"gpus": 4, "tp": 2, "pp": 2, "gpus_per_node": 4}, 1.0),  # within a node
-        ({"gpus": 2, "pp": 2, "gpus_per_node": 1}, 1.0),  # no tp
+        ({"gpus": 2, "pp": 2, "gpus_per_node": 1}, 1.5),
         ({"gpus": 4, "tp": 2, "pp": 2, "gpus_per_node": 2}, 2.0),
         ({"gpus": 8, "tp": 4, "pp": 2, "gpus_per_node": 4}, 3.0),
     ],
