@@ -28,10 +28,10 @@ class FittedConstants:
     one source out.
     """
 
-    ampere_efficiency: float = 0.855
+    ampere_efficiency: float = 0.837
     """Matmul rate inside a training step over the device's best isolated matmul rate
     (`catalogue.py`), on Ampere and Ada GPUs. Causes are heat, power and cold caches. Fitted
-    (0.85 to 0.87).
+    (0.83 to 0.85).
     """
 
     hopper_efficiency: float = 0.78
