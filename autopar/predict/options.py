@@ -44,12 +44,9 @@ _FLAGS: dict[str, Stated] = {
     "parallel_block": {"parallel_block": True},
     "sliding_window_attn": {"window": None},  # of unpublished size
     "mla": {"mla": True},
-    "lamb": {"optimizer": "lamb"},
+    "lamb": {"optimizer": "lamb"},  # holds what Adam holds; other optimizers have no price
     "adam": {"optimizer": "adam"},
     "adamw": {"optimizer": "adam"},
-    "sgd": {"optimizer": "sgd"},
-    "adafactor": {"optimizer": "adafactor"},
-    "muon": {"optimizer": "muon"},
     "embedding_as_layer_partition": {"embedding_as_layer": True},
     "interleaved_pp": {"schedule": "interleaved"},
     "sequence_parallel": {"sp": True},

@@ -273,6 +273,7 @@ def test_sharding(text, zero, sharding, group):
         ({"recompute": "selective (mla_up_proj)"}, "recompute: mla_up_proj"),
         ({"dtype": "fp8 attention"}, "dtype: attention"),
         ({"extra_opts": "cpu_offloading_num_layers=8"}, "cpu_offloading_num_layers=8"),
+        ({"extra_opts": "muon"}, "muon"),
     ],
 )
 def test_what_a_column_says_besides_is_listed(read, cells, ignored):

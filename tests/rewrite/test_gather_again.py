@@ -11,8 +11,10 @@ from autopar.ir.mesh import AXES
 from autopar.rewrite.collectives.axes import AxisGroup, active_axes
 from autopar.rewrite.lowerings.kept_shards import (
     GatheredAgain,
+    Reading,
     gathered_again,
     keeping_shards,
+    reading_as,
     unpack,
 )
 from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
@@ -89,3 +91,20 @@ def test_nothing_stays_after_backward():
 def test_nothing_is_kept_without_gradients():
     with active_axes(ALONE), torch.no_grad():
         assert gathered_again(torch.randn(2, 2), None, "tp") is None
+
+
+def test_a_node_that_runs_twice_reads_twice():
+    """In the first part of a backward it gets the shape alone, or the value without using it up."""
+    with active_axes(ALONE):
+        whole = torch.randn(5, 3) * 2
+        again = gathered_again(whole, None, "tp")
+        kept = again.pack(whole[:4])
+        with reading_as(Reading.SHAPE):
+            found = unpack(kept)
+        assert found.shape == (4, 3) and found.dtype == whole.dtype and again._started is None
+        with reading_as(Reading.EARLIER):
+            assert torch.equal(unpack(kept), whole[:4])
+        assert again._whole is not None
+        assert torch.equal(unpack(kept), whole[:4])
+        with pytest.raises(RuntimeError, match="second time"):
+            unpack(kept)
