@@ -152,7 +152,7 @@ MECHANISMS = (
               settled=("intra_efficiency", "inter_efficiency")),
     Mechanism("kernel launches", "kernels start at once", constants=_constants(launch_s=0.0), settled=("launch_s",)),
     Mechanism("host", "the host issues operations at once", case=_software(issue_s=0.0)),
-    Mechanism("network beside the host", "pipelines between nodes leave the host alone", case=_software(network_slows_host=0.0)),
+    Mechanism("stalled hosts", "messages between nodes do not delay the host", case=_software(network_slows_host=0.0)),
     Mechanism("routing on the host", "only the operations of the model", case=_software(routing_operations=0)),
     Mechanism("CUDA graphs", "the host issues every operation", case=_software(cuda_graphs="none")),
     Mechanism("dispatch once", "a token goes to each of its experts", case=_software(dispatch="copies")),

@@ -115,7 +115,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "fused accumulation": {"software.fused_accumulation"},
     "accumulation kernels": {"software.fused_accumulation"},
     "tiles and waves": {"cluster.device.compute_units"},
-    "network beside the host": {"software.network_slows_host"},
+    "stalled hosts": {"software.network_slows_host"},
     "efficiency by generation": {*(f"software.fitted.{name}" for name in GENERATIONS), "cluster.device.matmul_efficiency",
                                  "cluster.device.dtype_efficiency"},
     "power limit": {"software.fitted.power_exponent", "cluster.device.flops", "cluster.device.efficiency"},
