@@ -90,6 +90,10 @@ def refit(run: MeasuredRun, cluster: ClusterSpec, ran: WhatRan | None = None) ->
     if the host bounds its step.
     """
     measured_s = _step_s(run, ran)
+    if ran and (other := run.segments - {segment.name for segment in ran.traced.segments}):
+        raise AutoparError(
+            f"the trace runs {min(other)}, and {ran.name} has no such segment: give the plan that ran"
+        )
     before = ran.priced(cluster) if ran else None
     if ran and before and measured_s:
         _check_likely(measured_s, before, ran)

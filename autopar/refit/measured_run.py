@@ -52,6 +52,7 @@ class MeasuredRun:
         products, streams, transfers: kernels of a trace, if their shapes were recorded.
         gaps_s: seconds between kernels that the host had issued in time.
         ranges: seconds of a step by range, in a trace of `engine.profile`.
+        segments: the segments of the model that such a trace names.
         has_kernels: whether kernels of a GPU are in the trace.
         steps: number of whole steps.
     """
@@ -66,5 +67,6 @@ class MeasuredRun:
     transfers: tuple[Transfer, ...] = ()
     gaps_s: tuple[float, ...] = ()
     ranges: Mapping[str, float] = field(default_factory=dict)
+    segments: frozenset[str] = frozenset()
     has_kernels: bool = False
     steps: int = 0

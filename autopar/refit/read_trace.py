@@ -55,6 +55,7 @@ _COLLECTIVES = (
 """What names of collectives contain -> the name in `COLLECTIVES`, and which message is the whole."""
 _STEP = re.compile(r"(ProfilerStep#|step )\d+")
 _PASS = re.compile(r"micro-batch \d+ (forward|backward)")
+_SEGMENT = re.compile(r"([\w.]+) (forward|backward)")
 _EXCHANGE = re.compile(rf"\w+ over ({'|'.join(AXES)})")
 
 
@@ -99,6 +100,7 @@ def run_of_trace(path: Path) -> MeasuredRun:
         transfers=tuple(_transfers(kernels)),
         gaps_s=tuple(_gaps_s(events, kernels)),
         ranges=_ranges(ranges, len(steps)),
+        segments=frozenset(of[1] for e in ranges if (of := _SEGMENT.fullmatch(_name(e)))),
         has_kernels=bool(kernels),
         steps=len(steps),
     )

@@ -113,6 +113,11 @@ def saved_plan(
         )
 
     traced = api.trace_spec(native, length, captured_in(plan.precision, runnable))
+    if as_planned(traced, plan).model_hash != plan.model_hash:
+        raise AutoparError(
+            f"the plan {path} was made for {plan.model_name} on sequences of {plan.made_for.seq} tokens, and not for {text} on {length}: "
+            "leave --model and --seq out, or give those of the plan"
+        )
     return WhatRan(path, spec.one_kind, traced, plan.global_batch, length, request)
 
 

@@ -328,6 +328,15 @@ def test_a_saved_plan_is_what_ran(tmp_path):
     with fits_a_terminal():
         done = command("--from-run", log, "--plan", saved, "--output", tmp_path / "c.yaml")  # fmt: skip
     assert done.exit_code == 0, done.output
+    range_of = {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1, "ts": 0.0, "dur": 9e3}
+    names = ("step 1", "micro-batch 0 forward", "layers.77 forward")
+    trace = json.dumps({"traceEvents": [range_of | {"name": name} for name in names]})
+    for asked, words in (
+        (("--from-run", run_in(tmp_path / "t.json", trace)), "no such segment"),
+        (("--from-run", log, "--model", "gpt-tiny"), "was made for"),
+    ):
+        done = command(*asked, "--plan", saved, "--output", tmp_path / "d.yaml")
+        assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
 
 
 def test_a_factor_is_found_only_within_bounds():
