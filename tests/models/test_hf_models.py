@@ -263,6 +263,11 @@ def test_further_families_shrink_and_trace(family):
     assert len(trace(spec.build("meta"), spec.example_inputs(2, 16)).segments) == 4
 
 
+def test_a_model_without_a_limit_of_positions_has_no_longest_sequence():
+    """transformers says -1 for it."""
+    assert HFSpec.from_dict("xlnet", {"model_type": "xlnet"}).max_seq == 0
+
+
 def test_image_classifiers_are_built_from_a_config():
     config = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
               "image_size": 8, "patch_size": 4, "num_labels": 5}  # fmt: skip
