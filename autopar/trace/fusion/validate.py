@@ -1,8 +1,8 @@
 """Whether a match computes what its subgraph computes: both are evaluated on small random tensors, and compared.
 
 In fp64, with every cast widened to fp64, results and gradients agree to `_EXACT`.  In the graph's own dtypes the results have the same
-dtypes, and the op is as close to the fp64 result as the subgraph is, but for one rounding.  A result of few elements may be close by chance:
-errors are then root mean squares over several sets of tensors.
+dtypes, and the op is as close to the fp64 result as the subgraph is, but for one rounding.  A result of few elements may be close by
+chance.  Errors are then root mean squares over several sets of tensors.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def wrong(match: Match) -> str:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return f"it cannot be evaluated on small tensors: {str(error).splitlines()[0]}"
     for tensors in zip(*drawn, strict=True):
-        own, other = (
-            _root_mean_square([_difference(one[k], one[2]) for one in tensors]) for k in (0, 1)
-        )
+        own, other = (_mean_difference([(one[k], one[2]) for one in tensors]) for k in (0, 1))
         dtype = tensors[0][0].dtype
         if not own <= other + torch.finfo(dtype).eps:
             return f"in {dtype} it is off by {own:.1e}, the subgraph by {other:.1e}"
@@ -68,10 +66,6 @@ def _rounded(match: Match, given: Values) -> list[tuple[Tensor, Tensor, Tensor]]
     wide = {node: _widened(value) for node, value in given.items()}
     results = _op(match, given, None), _subgraph(match, given, None)
     return list(zip(*results, _subgraph(match, wide, torch.float64), strict=True))
-
-
-def _root_mean_square(values: list[float]) -> float:
-    return (sum(value * value for value in values) / len(values)) ** 0.5
 
 
 def _described(tensor: Tensor) -> str:
@@ -224,8 +218,19 @@ def _difference(one: Tensor, other: Tensor) -> float:
     """The largest difference of elements, relative to the largest element of `other`; inf if one is
     NaN, 0.0 without elements.
     """
-    if not other.numel():
-        return 0.0
-    scale = float(other.double().abs().max()) or 1.0
-    error = float((one.double() - other.double()).abs().max()) / scale
+    return _mean_difference([(one, other)])
+
+
+def _mean_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The root mean square over pairs of the largest difference of elements, relative to the largest
+    element of all second tensors; inf if one is NaN, 0.0 without elements.
+    """
+    squares = [_largest(one.double() - other.double()) ** 2 for one, other in pairs]
+    scale = max(_largest(other) for _, other in pairs) or 1.0
+    error = (sum(squares) / len(pairs)) ** 0.5 / scale
     return error if error == error else float("inf")
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute value of an element; 0.0 without elements, NaN if one is NaN."""
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
