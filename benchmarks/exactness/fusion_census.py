@@ -122,13 +122,14 @@ def limited(seconds: int) -> Iterator[None]:
         raise _OutOfTime
 
     signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    # repeated, since Python drops what a handler raises inside a callback, such as after a fork
+    signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
     try:
         yield
     except _OutOfTime:
         raise TimeoutError(f"not done in {seconds} s") from None
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def census(name: str, limit_s: int, train: bool = False) -> Row:
