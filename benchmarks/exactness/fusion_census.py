@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -97,6 +98,7 @@ class Row:
                 {mode: Trained.of(one) for mode, one in run["trained"].items()},
                 run["untrained"],
                 run["time_s"],
+                run.get("one_step", {}),
             )
             for mesh, run in data["runs"].items()
         }
@@ -333,8 +335,8 @@ def training(rows: list[Row]) -> list[str]:
             f"{mesh}: {len(runs)} architectures, of which the mesh is refused for {len(refused)}; {len(failed)} programs failed"
         )
         for mode in MODES:
-            ran = {n: run.trained[mode] for n, run in runs.items() if mode in run.trained}
-            lines += _agreement(f"{mesh} fuse={mode}", ran)
+            ran = {n: run for n, run in runs.items() if mode in run.trained}
+            lines += _agreement(mesh, mode, ran)
         lines += failed + refused
     fewer = [
         f"{row.name} {len_of}/{row.ops}"
@@ -356,34 +358,35 @@ def _refuses(mode: str, reason: str) -> bool:
     return mode == "off" and reason.startswith("AutoparError")
 
 
-def _agreement(what: str, ran: dict[str, Trained]) -> list[str]:
+def _agreement(mesh: str, mode: str, runs: dict[str, MeshRun]) -> list[str]:
     """Lines of text on the programs of one mesh and mode, by architecture: how many agree, the
     largest errors, and those that do not agree.
     """
-    if not ran:
+    if not runs:
         return []
+    ran = {name: run.trained[mode] for name, run in runs.items()}
     texts, wrong = [], []
-    for other in ("whole", "unfused"):
+    for other, words in (("whole", "one device"), ("unfused", "the unfused program")):
         found = {n: errors for n, one in ran.items() if (errors := getattr(one, other)) is not None}
         if not found:
             continue
-        words = "one device" if other == "whole" else "the unfused program"
-        first, update = (
-            max(getattr(e, k) for e in found.values()) for k in ("first_loss", "update")
-        )
+        first = max(errors.first_loss for errors in found.values())
+        update = max(errors.update for errors in found.values())
         right = sum(errors.small for errors in found.values())
         texts.append(
             f"{right} of {len(found)} as {words} (largest errors {first:.1e}, {update:.1e})"
         )
         wrong += [
-            f"trained otherwise {what} {n}, against {words}: {e.first_loss:.1e}, {e.update:.1e} in {e.tensor}"
+            f"trained otherwise {mesh} fuse={mode} {n}, against {words}: {e.first_loss:.1e}, {e.update:.1e} in {e.tensor}"
+            + f"; one step of it against one device: {runs[n].one_step.get(mode, math.nan):.1e}"
             for n, e in found.items()
             if not e.small
         ]
     having = sum(one.ops > 0 for one in ran.values())
-    fused_ops = "" if what.endswith("off") else f"; {having} have fused ops"
+    fused_ops = "" if mode == "off" else f"; {having} have fused ops"
     tolerance = f"first loss to {FIRST_LOSS:.0e}, update to {UPDATE:.0e}"
-    return [f"{what}: trained in fp64 {', '.join(texts)}; {tolerance}{fused_ops}", *wrong]
+    head = f"{mesh} fuse={mode}: trained in fp64 {', '.join(texts)}; {tolerance}{fused_ops}"
+    return [head, *wrong]
 
 
 def main() -> int:

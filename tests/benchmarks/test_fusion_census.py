@@ -57,7 +57,9 @@ RIGHT, WRONG = Errors(1e-16, 1e-14, "a"), Errors(1e-3, 2e-3, "b")
 
 
 def _run(whole: Errors, unfused: Errors) -> MeshRun:
-    return MeshRun({"off": Trained(0, RIGHT), "all": Trained(3, whole, unfused)})
+    return MeshRun(
+        {"off": Trained(0, RIGHT), "all": Trained(3, whole, unfused)}, {}, 1.0, {"all": 5e-4}
+    )
 
 
 def test_the_report_tells_right_wrong_refused_and_failed_apart():
@@ -79,6 +81,7 @@ def test_the_report_tells_right_wrong_refused_and_failed_apart():
     assert "failed cp=2 fuse=all failed: AutoparError: no rule" in lines
     assert [line for line in lines if line.startswith("trained otherwise")] == [
         f"trained otherwise cp=2 fuse=all wrong, against {other}: 1.0e-03, 2.0e-03 in b"
+        "; one step of it against one device: 5.0e-04"
         for other in ("one device", "the unfused program")
     ]
     assert "fewer fused ops in fp64 than in bf16: right 3/4, wrong 3/4" in lines
@@ -121,3 +124,4 @@ def test_a_wrong_rewriting_is_found_under_a_mesh(monkeypatch):
         program = found.trained[mode]
         assert program.ops == 2 and program.unfused is not None
         assert not program.whole.small and not program.unfused.small
+        assert found.one_step[mode] > 1e-9

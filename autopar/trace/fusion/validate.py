@@ -54,6 +54,8 @@ def wrong(match: Match) -> str:
     for tensors in zip(*drawn, strict=True):
         own, other = (_mean_difference([(one[k], one[2]) for one in tensors]) for k in (0, 1))
         dtype = tensors[0][0].dtype
+        if dtype is torch.float64:  # there the subgraph is its own reference, and `_EXACT` decides
+            continue
         if not own <= other + torch.finfo(dtype).eps:
             return f"in {dtype} it is off by {own:.1e}, the subgraph by {other:.1e}"
     return ""
