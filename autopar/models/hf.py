@@ -356,14 +356,15 @@ class HFSpec(ModelSpec):
     @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
         """The spec called `name` of a config.json's contents, which must have 'model_type'. Sizes
-        that the config does not have are 0. Raises AutoparError if transformers rejects the config,
+        that the config does not have, or has as -1 (no limit), are 0. Raises AutoparError if transformers rejects the config,
         or has no language model or image classifier for it.
         """
         text = _text_config(_config(name, config_dict))
         sizes = {}
         for field_name, attributes in _SIZES.items():
             values = [getattr(text, attribute, None) for attribute in attributes]
-            sizes[field_name] = next((value for value in values if isinstance(value, int)), 0)
+            known = (value for value in values if isinstance(value, int) and value > 0)
+            sizes[field_name] = next(known, 0)
         return cls(name=name, config_dict=config_dict, **sizes)
 
     def shallow(self) -> HFSpec:

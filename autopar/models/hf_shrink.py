@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from . import base
-from .base import SHRUNK_EXPERTS, SHRUNK_HEAD_DIM, SHRUNK_LAYERS
+from .base import SHRUNK_EXPERTS, SHRUNK_HEAD_DIM, SHRUNK_HEADS, SHRUNK_LAYERS
 
 _HIDDEN = "hidden_size n_embd d_model dim word_embed_proj_dim embedding_size"
 _HEADS = (
@@ -30,17 +30,26 @@ _LATENT = "qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 """Lists with an entry for each layer, whatever counts the layers."""
 _EXPERTS = "num_local_experts num_experts n_routed_experts"
+_VOCABULARIES = "vocab_size decoder_vocab_size vocab_size_per_layer_input"
+_PICKED = "deepstack_visual_indexes intermediate_layers_indices out_indices"
+"""Lists of the layers of a tower whose results are read."""
+_WIDTH = SHRUNK_HEADS * SHRUNK_HEAD_DIM
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
 
 
 def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config's dict, and of the text configs in it, for a small model. It has at most 2
     layers, 8 heads of 16 channels and 512 tokens in the vocabulary, fewer experts, and no dropout.
+    Towers for images and sound have at most 2 layers, unless results of certain layers are read.
     """
     config = copy.deepcopy(config)
     texts = [value for key, value in config.items() if key.endswith("text_config")]
     for part in [config, *(text for text in texts if isinstance(text, dict))]:
         _shrink(part)
+    parts = [value for key, value in config.items() if key.endswith("_config")]
+    for tower in parts:
+        if isinstance(tower, dict) and tower not in texts and not _lists(tower, _PICKED):
+            _limit(tower, f"{_LAYERS} num_blocks", SHRUNK_LAYERS)
     return config
 
 
@@ -70,6 +79,9 @@ def _shrink(config: dict[str, Any]) -> None:
     hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
     if hidden_names and head_names:
         _shrink_width(config, hidden_names, head_names)
+    elif _ints(config, "attention_hidden_size"):  # RWKV: no heads
+        _limit(config, f"{_HIDDEN} attention_hidden_size", _WIDTH)
+        _limit(config, _FFN, 4 * _WIDTH)
 
 
 def _shrink_experts(config: dict[str, Any]) -> None:
@@ -145,7 +157,7 @@ def _shrink_vocab(config: dict[str, Any]) -> None:
     if not _ints(config, "vocab_size"):
         return
     vocab = base.shrunk_vocab(config["vocab_size"])
-    config |= dict.fromkeys(_ints(config, "vocab_size decoder_vocab_size"), vocab)
+    config |= dict.fromkeys(_ints(config, _VOCABULARIES), vocab)
     for name in [name for name in config if name.endswith("_token_id")]:
         if isinstance(value := config[name], int):
             config[name] = min(value, vocab - 1)

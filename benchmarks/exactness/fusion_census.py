@@ -9,9 +9,11 @@ Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/valida
     rotary           block classes that call a function apply_...rotary... or rotate_half
     gated            products of an activation and another value of its shape
     cross_entropy    cross-entropies
+    head             cross-entropies, each with the product that makes its logits, under fuse=head
 
-With `--train` each fused model also trains three steps in fp64 under dp=2, tp=2, cp=2 and pp=2, on two processes each.  The first loss
-and the update of all steps are compared with those of the unfused model in eager mode.  A mesh that the model does not allow is listed.
+With `--train` each model also trains three steps in fp64 under dp=2, tp=2, cp=2 and pp=2, on two processes each (`fused_training.py`):
+unfused, with fuse=all, and with fuse=head if its head can be fused.  The first loss and the update of all steps are compared with those
+of one device in eager mode, and with those of the unfused program of the mesh.  A mesh that the model does not allow is listed.
 
 A row of the log is one architecture at one commit.  The end prints the share that is fused, by kind, each miss with its reason, and
 the rows.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -32,43 +35,49 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch.fx import Node
 
 from autopar.api import trace
 from autopar.ir.calls import op_name
+from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.models.hf import HFSpec
 from autopar.trace.fusion.fused import fused
-from autopar.verify.verify import relative_error, verify
+from autopar.verify.verify import make_case
+from benchmarks.exactness.fused_training import (
+    FIRST_LOSS,
+    MESHES,
+    MODES,
+    UPDATE,
+    MeshRun,
+    Trained,
+    reason_of,
+    setup_of,
+    trained_under,
+)
 
 OPS = {
     "rms_norm": ("autopar::rms_norm", "autopar::add_rms_norm"),
     "rotary": ("autopar::rotary_single",),
     "gated": ("autopar::glu", "autopar::rms_norm"),
     "cross_entropy": ("autopar::cross_entropy",),
+    "head": (LINEAR_LOSS,),
 }
 WANTED = {"rms_norm": 0.95, "rotary": 0.85, "gated": 0.90, "cross_entropy": 0.90}
-"""The share of each kind that is to be fused."""
+"""The share of each kind that is to be fused; nothing is asked of heads."""
+_PRODUCTS = ("aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm")
 _ACTIVATIONS = ("aten::silu", "aten::gelu", "aten::relu")
 SEQ, ROWS = 16, 2
-FIRST_LOSS, UPDATE = 1e-12, 1e-9
-"""What training fused may differ by, relative to the loss and to the update of three steps."""
-MESHES = {
-    "dp=2": {"dp": 2, "tp": 1},
-    "tp=2": {"dp": 1, "tp": 2},
-    "cp=2": {"dp": 1, "tp": 1, "cp": 2},
-    "pp=2": {"dp": 1, "tp": 1, "pp": 2},
-}
-"""By name, the pins of the meshes under which fused models train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One architecture: by kind how many were found and fused, and the reason of each miss; or why it was not traced.
 
-    `trained` has by mesh the relative errors of the first loss and of three steps' update; `untrained` says by mesh why there are none.
-    `commit` is the last one that changed the planner or its kernels.
+    `ops` counts the fused ops of the traced model, `runs` has by mesh what training gave, and `unmade` says why nothing was trained at
+    all. `commit` is the last one that changed the planner or its kernels.
     """
 
     name: str
@@ -76,9 +85,24 @@ class Row:
     fused: dict[str, int] = field(default_factory=dict)
     misses: dict[str, list[str]] = field(default_factory=dict)
     untraced: str = ""
-    trained: dict[str, tuple[float, float]] = field(default_factory=dict)
-    untrained: dict[str, str] = field(default_factory=dict)
+    ops: int = 0
+    runs: dict[str, MeshRun] = field(default_factory=dict)
+    unmade: str = ""
     commit: str = ""
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Row:
+        """The object that `dataclasses.asdict` made `data` of."""
+        runs = {
+            mesh: MeshRun(
+                {mode: Trained.of(one) for mode, one in run["trained"].items()},
+                run["untrained"],
+                run["time_s"],
+                run.get("one_step", {}),
+            )
+            for mesh, run in data["runs"].items()
+        }
+        return cls(**data | {"runs": runs})
 
 
 def names() -> list[str]:
@@ -100,13 +124,14 @@ def limited(seconds: int) -> Iterator[None]:
         raise _OutOfTime
 
     signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    # repeated, since Python drops what a handler raises inside a callback, such as after a fork
+    signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
     try:
         yield
     except _OutOfTime:
         raise TimeoutError(f"not done in {seconds} s") from None
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def census(name: str, limit_s: int, train: bool = False) -> Row:
@@ -132,42 +157,38 @@ def commit() -> str:
     return subprocess.check_output(command, cwd=Path(__file__).parents[2], text=True).strip()
 
 
-def reason_of(error: Exception) -> str:
-    """The kind of an error and its first line, in at most 200 characters."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
-
-
 def trained(row: Row, limit_s: int) -> Row:
-    """The row of a model that was traced, with the errors of training it fused for three steps under
-    each mesh, or with the reason why that failed. A mesh may take `limit_s` seconds.
+    """The row of a model that was traced, with what training it under each mesh gave. One device and
+    each mesh may take `limit_s` seconds.
     """
-    spec = HFSpec.from_dict(row.name, {"model_type": row.name})
-    errors, reasons = {}, {}
-    for mesh, pins in MESHES.items():
+    runs: dict[str, MeshRun] = {}
+    try:
+        with limited(limit_s):
+            setup = setup_of(HFSpec.from_dict(row.name, {"model_type": row.name}).shrunk())
+            make_case(setup)
+    except Exception as error:  # what the model raises on one device, among others
+        return replace(row, unmade=reason_of(error))
+    for mesh in MESHES:
         try:
             with limited(limit_s):
-                report = verify(spec, 2, pins | {"fuse": "all"})
-        except Exception as error:  # a mesh that the model does not allow, among others
-            reasons[mesh] = reason_of(error)
-            continue
-        (found,) = report.meshes
-        if found.failure:
-            reasons[mesh] = found.failure.strip().splitlines()[-1][:200]
-        else:
-            first = relative_error(found.losses[0], report.reference_losses[0])
-            errors[mesh] = first, found.worst_error
-    return replace(row, trained=errors, untrained=reasons)
+                runs[mesh] = trained_under(setup, mesh)
+        except Exception as error:
+            runs[mesh] = MeshRun(untrained={"off": reason_of(error)})
+    return replace(row, runs=runs)
 
 
 def counted(name: str, model: TracedModel) -> Row:
-    """Fuse a traced model with fuse=all, and count what should be fused and what is, by kind."""
-    after = fused(model, "all")
+    """Fuse a traced model with fuse=all, and with fuse=head for its heads. Count what should be fused
+    and what is, by kind.
+    """
+    fusions = {kind: fused(model, "head" if kind == "head" else "all").fusion for kind in OPS}
     row = Row(name, dict.fromkeys(OPS, 0), dict.fromkeys(OPS, 0), {kind: [] for kind in OPS})
+    row = replace(row, ops=len(fusions["rms_norm"].fused))
     for block in model.classes:
         replaced = {
             kind: {
                 node
-                for op in after.fusion.fused
+                for op in fusions[kind].fused
                 if op.block == block.name and op.op in ops
                 for node in op.replaced
             }
@@ -175,7 +196,8 @@ def counted(name: str, model: TracedModel) -> Row:
         }
         reasons = {
             (miss.op, miss.name): miss.reason
-            for miss in after.fusion.missed
+            for fusion in fusions.values()
+            for miss in fusion.missed
             if miss.block == block.name
         }
         for kind, what, nodes in subjects(block):
@@ -211,12 +233,26 @@ def subjects(block: BlockClass) -> Iterator[tuple[str, str, list[Node]]]:
             rotary.append(node)
         if op_name(node) == "aten::cross_entropy_loss":
             yield "cross_entropy", node.name, [node]
+            yield "head", node.name, _back_to_product(node)
         if op_name(node) == "aten::mul" and gates(node):
             yield "gated", node.name, [node, *filter(_is_activation, node.all_input_nodes)]
     for path, nodes in norms.items():
         yield "rms_norm", f"{kinds[path]} {path}", nodes
     if rotary:
         yield "rotary", block.name, rotary
+
+
+def _back_to_product(loss: Node) -> list[Node]:
+    """A loss and the calls from which its logits are computed, back to a product of matrices; to the
+    block's input if there is none.
+    """
+    found, node = [], loss
+    while isinstance(node, Node):
+        found.append(node)
+        if op_name(node) in _PRODUCTS:
+            break
+        node = node.args[0] if node.args else None  # type: ignore[assignment]
+    return found
 
 
 def is_rotation(node: Node) -> bool:
@@ -259,8 +295,9 @@ def report(rows: list[Row]) -> str:
         done = sum(row.fused[kind] for row in having)
         whole = sum(row.found[kind] == row.fused[kind] for row in having)
         share = done / found if found else 1.0
+        wanted = f" (wanted {WANTED[kind]:.0%})" if kind in WANTED else ""
         lines.append(
-            f"{kind:14} {done}/{found} = {share:.1%} (wanted {WANTED[kind]:.0%}); "
+            f"{kind:14} {done}/{found} = {share:.1%}{wanted}; "
             f"all of them in {whole} of {len(having)} architectures"
         )
     for row in traced:
@@ -278,35 +315,78 @@ def report(rows: list[Row]) -> str:
 
 
 def training(rows: list[Row]) -> list[str]:
-    """Lines of text: by mesh how many fused models trained as the unfused do, which did not, and
-    which did not train at all.
+    """Lines of text: by mesh and mode how many programs trained as one device and as the unfused
+    program do. Then those that did not, those that were refused and those that failed.
     """
-    lines = []
+    asked = [row for row in rows if row.runs or row.unmade]
+    lines = [f"not trained on one device {row.name}: {row.unmade}" for row in asked if row.unmade]
     for mesh in MESHES:
-        ran = {row.name: row.trained[mesh] for row in rows if mesh in row.trained}
-        off = {
-            name: errors
-            for name, errors in ran.items()
-            if not (errors[0] <= FIRST_LOSS and errors[1] <= UPDATE)
-        }
-        if ran:
-            worst = [max(errors[k] for errors in ran.values()) for k in (0, 1)]
-            lines.append(
-                f"{mesh}: {len(ran) - len(off)} of {len(ran)} train in fp64 as unfused: "
-                f"first loss to {FIRST_LOSS:.0e}, update to {UPDATE:.0e}; the largest errors are {worst[0]:.1e} and {worst[1]:.1e}"
-            )
-        lines += [
-            f"trained otherwise {mesh} {name}: {first:.1e}, {update:.1e}"
-            for name, (first, update) in off.items()
+        runs = {row.name: row.runs[mesh] for row in asked if mesh in row.runs}
+        if not runs:
+            continue
+        reasons = [(n, mode, why) for n, run in runs.items() for mode, why in run.untrained.items()]
+        refused = [f"refused {mesh} {n}: {why}" for n, mode, why in reasons if _refuses(mode, why)]
+        failed = [
+            f"failed {mesh} fuse={mode} {n}: {why}"
+            for n, mode, why in reasons
+            if not _refuses(mode, why)
         ]
-    lines += [
-        f"untrained {mesh} {row.name}: {reason}"
-        for row in rows
-        for mesh, reason in row.untrained.items()
+        lines.append(
+            f"{mesh}: {len(runs)} architectures, of which the mesh is refused for {len(refused)}; {len(failed)} programs failed"
+        )
+        for mode in MODES:
+            ran = {n: run for n, run in runs.items() if mode in run.trained}
+            lines += _agreement(mesh, mode, ran)
+        lines += failed + refused
+    fewer = [
+        f"{row.name} {len_of}/{row.ops}"
+        for row in asked
+        for len_of in sorted(
+            {run.trained["all"].ops for run in row.runs.values() if "all" in run.trained}
+        )
+        if len_of < row.ops
     ]
-    if ran := [row.name for row in rows if row.trained]:
-        lines.append(f"trained: {len(ran)} architectures: {', '.join(ran)}")
+    if fewer:
+        lines.append(f"fewer fused ops in fp64 than in bf16: {', '.join(fewer)}")
+    if ran_ := [row.name for row in asked if any(run.trained for run in row.runs.values())]:
+        lines.append(f"trained: {len(ran_)} architectures: {', '.join(ran_)}")
     return lines
+
+
+def _refuses(mode: str, reason: str) -> bool:
+    """Whether a reason is autopar's refusal of a mesh, which has nothing to do with fusion."""
+    return mode == "off" and reason.startswith("AutoparError")
+
+
+def _agreement(mesh: str, mode: str, runs: dict[str, MeshRun]) -> list[str]:
+    """Lines of text on the programs of one mesh and mode, by architecture: how many agree, the
+    largest errors, and those that do not agree.
+    """
+    if not runs:
+        return []
+    ran = {name: run.trained[mode] for name, run in runs.items()}
+    texts, wrong = [], []
+    for other, words in (("whole", "one device"), ("unfused", "the unfused program")):
+        found = {n: errors for n, one in ran.items() if (errors := getattr(one, other)) is not None}
+        if not found:
+            continue
+        first = max(errors.first_loss for errors in found.values())
+        update = max(errors.update for errors in found.values())
+        right = sum(errors.small for errors in found.values())
+        texts.append(
+            f"{right} of {len(found)} as {words} (largest errors {first:.1e}, {update:.1e})"
+        )
+        wrong += [
+            f"trained otherwise {mesh} fuse={mode} {n}, against {words}: {e.first_loss:.1e}, {e.update:.1e} in {e.tensor}"
+            + f"; one step of it against one device: {runs[n].one_step.get(mode, math.nan):.1e}"
+            for n, e in found.items()
+            if not e.small
+        ]
+    having = sum(one.ops > 0 for one in ran.values())
+    fused_ops = "" if mode == "off" else f"; {having} have fused ops"
+    tolerance = f"first loss to {FIRST_LOSS:.0e}, update to {UPDATE:.0e}"
+    head = f"{mesh} fuse={mode}: trained in fp64 {', '.join(texts)}; {tolerance}{fused_ops}"
+    return [head, *wrong]
 
 
 def main() -> int:
@@ -320,7 +400,7 @@ def main() -> int:
     known: dict[str, Row] = {}
     if options.log and options.log.exists():
         for line in options.log.read_text().splitlines():
-            row = Row(**json.loads(line))
+            row = Row.of(json.loads(line))
             known[row.name] = row
     for name in options.only.split(",") if options.only else names():
         if name not in known:

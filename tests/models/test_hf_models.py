@@ -263,6 +263,18 @@ def test_further_families_shrink_and_trace(family):
     assert len(trace(spec.build("meta"), spec.example_inputs(2, 16)).segments) == 4
 
 
+def test_a_model_without_a_limit_of_positions_has_no_longest_sequence():
+    """transformers says -1 for it."""
+    assert HFSpec.from_dict("xlnet", {"model_type": "xlnet"}).max_seq == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "rwkv", "moss_transcribe_diarize"])
+def test_no_part_of_a_model_stays_large(kind):
+    """A second vocabulary, layers without heads, and a tower for sound."""
+    model = HFSpec.from_dict(kind, {"model_type": kind}).shrunk().build("meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) < 5e7
+
+
 def test_image_classifiers_are_built_from_a_config():
     config = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
               "image_size": 8, "patch_size": 4, "num_labels": 5}  # fmt: skip

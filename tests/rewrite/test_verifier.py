@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.exactness import case, random_plan, setting, solved_plan
+from support.trained_stacks import WIDTH, Stack, built
+from torch import nn
 from torch.fx import Node
 
 from autopar.ir.mesh import MeshShape
@@ -45,6 +47,29 @@ def test_right_programs_pass(name, rank):
 def test_a_rank_without_heads_passes(name, seed):
     """4 heads over tp=3 are 2+2+0; these plans give the attention of the third to a ring."""
     assert verify_program(program(name, MeshShape(cp=3, tp=3), rank=2, seed=seed)) > 50
+
+
+class Repeated(nn.Module):
+    """Repeats each of 4 heads, and says how many there are then, as Mamba 2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (4, -1)).repeat_interleave(2, dim=2, output_size=8)
+        return self.out(heads.flatten(2))
+
+
+def test_a_stated_number_of_repeated_heads_is_that_of_the_rank():
+    _, traced, annotator = built(lambda: Stack(Repeated))
+    sharded = 0
+    for seed in range(6):
+        plan = random_plan(traced, annotator, setting(MeshShape(tp=2)), seed)
+        choices = [block.ops.get("repeat_interleave", {}) for block in plan.blocks]
+        sharded += any(choice and choice["tp"].outputs[0].dim == 2 for choice in choices)
+        assert verify_program(assemble(traced, plan, 1, torch.device("cpu"))) > 10
+    assert sharded
 
 
 def breaks(found: Program, module: torch.fx.GraphModule) -> None:

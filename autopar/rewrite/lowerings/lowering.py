@@ -94,6 +94,8 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     if squeezes or node.target in (aten.reshape.default, aten.expand.default):
         target = aten.reshape.default if squeezes else node.target
         return target, (args[0], _shape_argument(node, sizes, op.result)), {}
+    if node.target is aten.repeat_interleave.self_int:
+        kwargs = {k: v for k, v in kwargs.items() if k != "output_size"}  # it follows from the rest
     if node.target is aten.split_with_sizes.default:
         return node.target, (args[0], _local_sections(op), *args[2:]), kwargs
     return node.target, whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
