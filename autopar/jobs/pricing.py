@@ -16,13 +16,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.jobs.shapes import dims_of, spec_of
 from autopar.models.base import ModelSpec
-from autopar.planning.model_facts import as_planned
 from autopar.predict.defaults import complete
 from autopar.predict.evaluate import RECOMPUTE_PINS, SCHEDULE_PINS, UNLIMITED_BYTES, case_of
 from autopar.predict.host import waiting_s
 from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
 from autopar.predict.run import Software as RunSoftware
-from autopar.recheck.plan_costs import setting_of as plan_setting
 from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.restriction import Restriction
@@ -113,8 +111,7 @@ class Setting:
         as `autopar predict` counts it. The search does not.
         """
         request = self._request(Pins(), plan.global_batch, self.cluster)
-        setting = plan_setting(plan, request, plan.recompute, 0)
-        waits_s = waiting_s(plan, as_planned(self.traced, plan), setting)
+        waits_s = waiting_s(plan, self.traced, request)
         if not waits_s:
             return plan
         alone = plan.predicted

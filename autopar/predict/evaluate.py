@@ -21,7 +21,6 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
-from autopar.planning.model_facts import as_planned
 from autopar.predict.frameworks import (
     SAVING,
     bias_operations,
@@ -36,7 +35,6 @@ from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.stage_cuts import stages_pin
-from autopar.recheck.plan_costs import setting_of
 from autopar.request.frameworks import SCALINGS, fields_of
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
@@ -166,8 +164,7 @@ def _request(case: Case, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
 def _waiting_s(case: Case, plan: Plan) -> float:
     """Seconds of a step in which the devices of the pinned plan wait for the host."""
     request = _request(case, _pins(case.run), UNLIMITED_BYTES)
-    setting = setting_of(plan, request, plan.recompute, 0)
-    return waiting_s(plan, as_planned(_traced(case.run), plan), setting)
+    return waiting_s(plan, _traced(case.run), request)
 
 
 def _prediction(case: Case, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:

@@ -10,6 +10,9 @@ from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedBlock
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.planning.model_facts import as_planned
+from autopar.recheck.plan_costs import setting_of
+from autopar.request.plan_request import PlanRequest
 
 _EXPERTS = "routed_experts"
 
@@ -24,16 +27,17 @@ class SegmentTime:
     host_s: float
 
 
-def waiting_s(plan: Plan, traced: TracedModel, setting: Setting) -> float:
+def waiting_s(plan: Plan, traced: TracedModel, request: PlanRequest) -> float:
     """Seconds of a step in which the devices of a plan wait for the host, besides its predicted
-    time. `traced` is the model as it was planned; `setting` is that of the plan.
+    time. `traced` is the captured model, and `request` says the cluster and the software.
 
     A pipeline rank's micro-batch takes the longer of both times, and the slowest rank sets the pace
     of all micro-batches and of the bubble. Updates of parameters are not counted. 0.0 on CPUs.
     """
+    setting = setting_of(plan, request, plan.recompute, 0)
     if setting.cluster.device.generation == "cpu":
         return 0.0
-    times = _segment_times(plan, traced, setting)
+    times = _segment_times(plan, as_planned(traced, plan), setting)
     ranks = plan.mesh.pp
     stages: Sequence[Sequence[str]] = plan.stages or (tuple(times),)
     by_rank = [

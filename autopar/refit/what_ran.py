@@ -15,7 +15,6 @@ from autopar.jobs.pricing import unlimited
 from autopar.models import parse_model
 from autopar.planning.model_facts import as_planned
 from autopar.predict.host import waiting_s
-from autopar.recheck.plan_costs import setting_of
 from autopar.request.pins import Pins, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
@@ -76,8 +75,7 @@ class WhatRan:
         request = self.request(unlimited(cluster))
         # one or two candidates: helper processes would take longer to start than to search
         plan = api.plan_traced(self.traced, request, TIME_LIMIT_S, processes=1)
-        setting = setting_of(plan, request, plan.recompute, 0)
-        return Price(plan, waiting_s(plan, as_planned(self.traced, plan), setting))
+        return Price(plan, waiting_s(plan, self.traced, request))
 
 
 def saved_plan(

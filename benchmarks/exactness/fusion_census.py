@@ -12,8 +12,9 @@ Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/valida
     head             cross-entropies, each with the product that makes its logits, under fuse=head
 
 With `--train` each model also trains three steps in fp64 under dp=2, tp=2, cp=2 and pp=2, on two processes each (`fused_training.py`).
-It does so unfused, with fuse=all, and with fuse=head if its head can be fused.  The first loss and the update of all steps are compared with those
-of one device in eager mode, and with those of the unfused program of the mesh.  A mesh that the model does not allow is listed.
+It does so unfused, with fuse=all, and with fuse=head if its head can be fused.  The first loss and the update of all steps are
+compared with those of one device in eager mode, and with those of the unfused program of the mesh.  A mesh that the model does not
+allow is listed.
 
 A row of the log is one architecture at one commit.  The end prints the share that is fused, by kind, each miss with its reason, and
 the rows.
