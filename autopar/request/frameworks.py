@@ -317,7 +317,8 @@ _TIME: tuple[Rule, ...] = (
          "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
          "Transformer Engine gathers in fp8 too"),
     Rule("issue_s", EAGER_ISSUE_S, lambda job: not job.compiled, "`EAGER_ISSUE_S`; torch.compile joins the Python of many operations"),
-    Rule("network_slows_host", NETWORK_SLOWS_HOST, _nanotron, "`NETWORK_SLOWS_HOST`"),
+    Rule("network_slows_host", NETWORK_SLOWS_HOST, _nanotron,
+         "`NETWORK_SLOWS_HOST`; no run of another framework shows it"),
     Rule("routing_operations", ROUTING_OPERATIONS, lambda job: _dropless(job) and not _hybrid_ep(job),
          "`ROUTING_OPERATIONS`: megatron-core's token dispatcher sorts, counts and permutes, and waits for the tokens of each expert "
          "(moe/token_dispatcher.py, _maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),

@@ -280,11 +280,13 @@ def test_a_file_of_an_older_version_still_reads(tmp_path):
 
 
 def test_a_key_of_an_earlier_version_is_ignored(tmp_path):
+    own = "{name: ours, flops: {bf16: 1e14}, memory_bytes: 80e9, memory_bandwidth_Bps: 2e12%s}"
+    texts = [GOOD.replace("h100", own % extra) for extra in ("", ", tile_s: 2.5e-06")]
+    link = "%s_bandwidth_Bps: 25e9\n%s_latency_s: 1e-6\n"
+    links = "".join(link % (side, side) for side in ("intra", "inter"))
     now, before = tmp_path / "now.yaml", tmp_path / "before.yaml"
-    ClusterSpec.parse("dgx-a100-80g:2").to_yaml(now)
-    text = now.read_text().replace("device:\n", "device:\n  tile_s: 2.5e-06\n")
-    assert "tile_s" in text
-    before.write_text(text)
+    for path, text in zip((now, before), texts, strict=True):
+        path.write_text(text + links + "name: lab\n")
     assert ClusterSpec.from_yaml(before) == ClusterSpec.from_yaml(now)
 
 
