@@ -11,11 +11,12 @@ its construction. Routed experts become one op (`hf_experts`).
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def prepare_hf(model: nn.Module, inputs: Collection[str] | None = None) -> nn.Mo
 
     Sets `use_cache=False` on their configs. Where an architecture has SDPA behind transformers'
     AttentionInterface, it selects our attention and mask functions, unless an indexer chooses keys
-    by the mask. Others keep their own attention, which may build a mask in the graph: slower, never
+    by the mask or forward computes with it. Others keep their own attention, which may build a mask in the graph: slower, never
     wrong. An attention chosen by the user, other than the default `sdpa`, is kept.
 
     Experts compute by `autopar::routed_experts` where it has their activation
@@ -111,11 +112,29 @@ def _prepare(model: nn.Module, has_positions: bool) -> None:
     )
     # an indexer chooses keys by the mask, and needs one
     by_mask = any(module.endswith(".indexer") for module, _ in model.named_modules())
+    by_mask = by_mask or any(_asks_for_mask(type(module)) for module in model.modules())
     if by_sdpa and not by_mask and of_transformers._can_set_attn_implementation():
         transformers.AttentionInterface.register(name, _attention)
         transformers.AttentionMaskInterface.register(name, mask)
         of_transformers.set_attn_implementation(name)
     prepare_experts(model)
+
+
+@cache
+def _asks_for_mask(kind: type) -> bool:
+    """Whether the file of a class of transformers models, or of a class that it extends, asks for
+    masks that are plain causal too (Doge adds them to its own). A mask function cannot tell: under
+    tracing transformers always asks. True if there is no source.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    base = getattr(modeling, "PreTrainedModel", None)
+    if base is None or not issubclass(kind, base) or kind is base:
+        return False
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError, KeyError):
+        return True
+    return "allow_is_causal_skip" in source or any(map(_asks_for_mask, kind.__bases__))
 
 
 def _attention(

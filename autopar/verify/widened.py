@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 class Widened(TorchFunctionMode):
     """A torch function mode in which casts to fp32, by `.float()`, `.to`, `.type` or the `dtype` of
-    softmax, become casts to fp64. Grouped matrix products run in fp64 too.
+    an op on an fp64 tensor, such as softmax or sum, become casts to fp64. Grouped matrix products
+    run in fp64 too.
     """
 
     def __torch_function__(
@@ -28,10 +29,12 @@ class Widened(TorchFunctionMode):
             return _grouped_mm(function, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
-        if function in (Tensor.to, Tensor.type) or "softmax" in name:
+        casts = function in (Tensor.to, Tensor.type) or "softmax" in name
+        if casts:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
+        of_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        if (casts or of_wide) and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
         return function(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from autopar.models import parse_model
 from autopar.runtime.engine import Engine
 from autopar.runtime.state import gradients
 from autopar.verify.verify import compare, verify
+from autopar.verify.widened import Widened
 
 CONFIGS = {
     "llama": {
@@ -104,6 +105,15 @@ def test_hugging_face_models_are_exact(kind, tmp_path):
         and report["meshes"][0]["mesh"]["tp"] == 2
         and report["meshes"][0]["worst_error"] <= 1e-9
     )
+
+
+def test_ops_that_are_told_to_compute_in_fp32_are_widened():
+    """DiffLlama sums so: gradients would be rounded to fp32."""
+    x = torch.ones(3, dtype=torch.float64)
+    with Widened():
+        assert x.sum(dtype=torch.float32).dtype is torch.float64
+        assert torch.softmax(x, 0, dtype=torch.float32).dtype is torch.float64
+        assert torch.ones(3, dtype=torch.float32).dtype is torch.float32
 
 
 @pytest.mark.slow

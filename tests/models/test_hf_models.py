@@ -59,9 +59,10 @@ FAMILIES = {
     "bart": {"model_type": "bart"},
     "bert": {"model_type": "bert"},
     "roberta": {"model_type": "roberta"},
+    "doge": {"model_type": "doge"},
 }  # fmt: skip
 
-COMPARED = ("llama", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_neo", "bart", "roberta")
+COMPARED = ("llama", "qwen3_moe", "deepseek_v3", "gemma2", "gpt_neo", "bart", "roberta", "doge")
 """Families of which each has what no other of these has; the rest are slow."""
 
 
