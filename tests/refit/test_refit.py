@@ -257,7 +257,18 @@ def test_ranges_that_are_written_for_each_stream_count_once(tmp_path):
     assert run.ranges == pytest.approx({"passes": 900e-6, "tp": 100e-6})
 
 
-@pytest.mark.parametrize("key", ["External id", "correlation", "stream", "Input Dims", "Input type", "Group size", "In msg nelems", "Process Group Ranks"])  # fmt: skip
+KEYS = (
+    "External id",
+    "correlation",
+    "stream",
+    "Input Dims",
+    "Input type",
+    "Group size",
+    "In msg nelems",
+)
+
+
+@pytest.mark.parametrize("key", [*KEYS, "Process Group Ranks"])
 @pytest.mark.parametrize(
     "value", [None, [[]], "9" * 5000, 10**400, float("inf"), [[10**400, 1]] * 2]
 )
