@@ -13,7 +13,11 @@ from autopar.targets.job import Job
 
 _TEXT = re.compile(r"\s*([\d.]+(?:e-?\d+)?)\s*(s|ms|tokens/s/gpu|tokens/s|)\s*", re.IGNORECASE)
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
-_NUMBER = r"\s*(-?[\d.,]+)([KM]?)"
+_NUMBER = r"[ \t]*([^\s|]+)"
+_VALUE = re.compile(r"(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:e[+-]?\d+)?)([KM]?)", re.IGNORECASE)
+"""A number and its factor. Commas part thousands: in 936,1 the comma is a decimal point, and that is
+no number here.
+"""
 _LOGS = (
     ("Megatron-LM", re.compile(rf"elapsed time per iteration \(ms\):{_NUMBER}"), "ms"),
     # a line of validation has a rate too
@@ -30,6 +34,8 @@ FORMS = (
     "nanotron ('time_per_iteration_ms: 8.1K')"
 )
 """What these lines look like, for messages."""
+_MOST = 1e15
+"""What a step takes less than, in each unit."""
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 
 
@@ -71,7 +77,7 @@ def measured_step_s(text: str, job: Job, seq: int | None, gpus: int) -> float:
             value, unit = (float(found[1]), found[2].lower()) if found else (0.0, "")
         except ValueError:
             value, unit = 0.0, ""
-    if not 0 < value < 1e15:
+    if not 0 < value < _MOST:
         raise AutoparError(
             f"--measured {shown(text)} is not a time or rate, nor a log; write 8.1s, 8100ms, '2400 tokens/s/gpu' or '9600 tokens/s'"
         )
@@ -90,12 +96,12 @@ def steps_of(text: str, path: str) -> Steps:
     """
     plain = _COLOR.sub("", text)
     for framework, pattern, unit in _LOGS:
-        found = [(number, factor) for number, factor in pattern.findall(plain)
-                 if number.strip("-.,")]  # fmt: skip
-        values = tuple(_value(number, path) * _FACTORS[factor] for number, factor in found)
-        if any(value <= 0 for value in values):
+        words = [number.rstrip(".,;") for number in pattern.findall(plain)]
+        values = tuple(_value(number, path) for number in words if number.strip("-.,"))
+        if any(not 0 < value < _MOST for value in values):
+            worst = min(values) if min(values) <= 0 else max(values)
             raise AutoparError(
-                f"{path} has a step of {min(values):g} {unit}, which must be above 0: it was damaged; log the run again"
+                f"{path} has a step of {worst:g} {unit}, which must be above 0 and below {_MOST:g}: it was damaged; log the run again"
             )
         if values:
             return Steps(framework, unit, values)
@@ -103,9 +109,9 @@ def steps_of(text: str, path: str) -> Steps:
 
 
 def _value(number: str, path: str) -> float:
-    try:
-        return float(number.replace(",", ""))
-    except ValueError:
+    found = _VALUE.fullmatch(number)
+    if found is None:
         raise AutoparError(
-            f"{path} has the step {shown(number)}, which is no number: it was damaged; log the run again"
-        ) from None
+            f"{path} has the step {shown(number)}, which is no number like 8100.5, 8,100 or 8.1K: log the run again, with decimal points"
+        )
+    return float(found[1].replace(",", "")) * _FACTORS[found[2].upper()]

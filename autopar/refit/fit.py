@@ -322,9 +322,11 @@ def _fit_whole(
     fit.cluster = with_compute(start, factor)
     for dtype in device.flops:
         share = device.achieved_flops(dtype) / device.peak_flops(dtype)
-        fit.changes.append(Change(f"products in {dtype}", share, share * factor, shown_by))
+        fitted = share * factor if dtype in device.matmul_curves else min(share * factor, 1.0)
+        fit.changes.append(Change(f"products in {dtype}", share, fitted, shown_by))
     share = device.bandwidth_efficiency
-    fit.changes.append(Change("memory", share, share * factor, shown_by))
+    fitted = share * factor if device.memory_curve is not None else min(share * factor, 1.0)
+    fit.changes.append(Change("memory", share, fitted, shown_by))
     fit.unseen.append(
         "products apart from memory: one number changes both rates of the device by one factor"
     )

@@ -13,7 +13,7 @@ from autopar.refit.read_trace import run_of_trace
 
 _JSON = re.compile(rb"(\xef\xbb\xbf)?\s*\{\s*[\"}]")
 """The start of a JSON object; logs may begin with a Python dict, or with a bracket."""
-_BATCH = re.compile(r"global batch size:\s*(\d+)")
+_BATCH = re.compile(r"global batch size:\s*(\d{1,18})\b")
 _MEMORY = (
     # Megatron-LM's report_memory divides by 2**20 (megatron/training/utils.py)
     (re.compile(r"max reserved:\s*([\d.]+)"), 2**20),
@@ -44,11 +44,21 @@ def read_run(path: str | Path) -> MeasuredRun:
 
 def _run_of_log(path: Path) -> MeasuredRun:
     """The run in a log. The steady step is the median of the second half of its steps; of memory the
-    most counts.
+    most counts. Raises AutoparError for one line of steps, and if the batch grows in this half.
     """
     text = read_text(path, "run")
     steps = steps_of(text, str(path))
-    batches = {int(number) for number in _BATCH.findall(text)}
+    if len(steps.values) < 2:
+        raise AutoparError(
+            f"{path} has one line of steps, and the first steps of a run are slower: give a log with at least 2"
+        )
+    batches = _BATCH.findall(text)
+    steady = sorted({int(number) for number in batches[len(batches) // 2 :]})
+    if len(steady) > 1:
+        raise AutoparError(
+            f"the second half of {path} has steps of {steady[0]:,} to {steady[-1]:,} sequences, whose times differ: "
+            "give a log in which the batch no longer grows"
+        )
     reserved = [
         float(number) * unit
         for pattern, unit in _MEMORY
@@ -60,7 +70,7 @@ def _run_of_log(path: Path) -> MeasuredRun:
         source=f"the log of {steps.framework}, {len(steps.values)} line(s) of steps",
         step_s=None if is_rate else steps.steady / 1e3,
         tokens_per_s_per_gpu=steps.steady if is_rate else None,
-        global_batch=batches.pop() if len(batches) == 1 else None,
+        global_batch=steady[0] if steady else None,
         reserved_bytes=max(reserved, default=None),
         steps=len(steps.values),
     )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,6 +54,9 @@ _COLLECTIVES = (
     (re.compile(r"all_?to_?all"), "all_to_all", "In msg nelems"),
 )
 """What names of collectives contain -> the name in `COLLECTIVES`, and which message is the whole."""
+_MOST_ELEMENTS = 2**63 - 1
+"""Elements that a tensor of torch has at most."""
+_MOST_RANKS = 10**9
 _STEP = re.compile(r"(ProfilerStep#|step )\d+")
 _PASS = re.compile(r"micro-batch \d+ (forward|backward)")
 _SEGMENT = re.compile(r"([\w.]+) (forward|backward)")
@@ -79,12 +83,14 @@ def run_of_trace(path: Path) -> MeasuredRun:
     products, streams = _computed(events, kernels)
     named = "gpu_user_annotation" if kernels else "user_annotation"
     ranges = [event for event in events if event.get("cat") == named]
-    steps = [event for event in ranges if _STEP.fullmatch(_name(event))]
-    steps = steps or [
+    if kernels:
+        ranges = [e for e in ranges if _device(e) == _device(kernels[0])]
+    steps = _of_one_thread(event for event in ranges if _STEP.fullmatch(_name(event)))
+    steps = steps or _of_one_thread(
         event
         for event in events
         if event.get("cat") == "user_annotation" and _STEP.fullmatch(_name(event))
-    ]
+    )
     if not kernels and not steps:
         raise AutoparError(
             f"{path} has no kernel of a GPU and no range of a step: profile steps of training with torch.profiler, with a "
@@ -99,7 +105,7 @@ def run_of_trace(path: Path) -> MeasuredRun:
         streams=tuple(streams),
         transfers=tuple(_transfers(kernels)),
         gaps_s=tuple(_gaps_s(events, kernels)),
-        ranges=_ranges(ranges, len(steps)),
+        ranges=_ranges(ranges, steps),
         segments=frozenset(of[1] for e in ranges if (of := _SEGMENT.fullmatch(_name(e)))),
         has_kernels=bool(kernels),
         steps=len(steps),
@@ -136,11 +142,31 @@ def _seconds(event: Event) -> float:
     return float(event["dur"]) / 1e6  # a Chrome trace counts microseconds
 
 
+def _device(event: Event) -> str:
+    return str(_args(event).get("device", event.get("pid")))
+
+
 def _of_one_device(kernels: Sequence[Event]) -> list[Event]:
     """The kernels of the first device, in the order in which they begin."""
-    devices = sorted({str(_args(event).get("device", event.get("pid"))) for event in kernels})
-    own = [e for e in kernels if str(_args(e).get("device", e.get("pid"))) == devices[0]]
+    first = min(map(_device, kernels), default="")
+    own = [event for event in kernels if _device(event) == first]
     return sorted(own, key=lambda event: event["ts"])
+
+
+def _of_one_thread(ranges: Iterable[Event]) -> list[Event]:
+    """The ranges of the thread in which they last longest. Kineto writes a range of the host once for
+    each stream in which it launches kernels, and merged traces have threads of several ranks.
+    """
+    threads: dict[str, list[Event]] = defaultdict(list)
+    for event in ranges:
+        threads[f"{event.get('pid')} {event.get('tid')}"].append(event)
+    return max(threads.values(), key=lambda own: sum(map(_seconds, own)), default=[])
+
+
+def _number(event: Event, key: str) -> int | None:
+    """The whole number that an argument of an event is; None if it is none."""
+    value = _args(event).get(key)
+    return value if isinstance(value, int) else None
 
 
 # ------------------------------------------------------------------------------------------------------------------ compute
@@ -155,14 +181,14 @@ def _computed(
     took: dict[Any, float] = defaultdict(float)
     tf32: set[Any] = set()
     for kernel in kernels:
-        number = _args(kernel).get("External id")
+        number = _number(kernel, "External id")
         if number is not None and "nccl" not in _name(kernel).lower():
             took[number] += _seconds(kernel)
             if "tf32" in _name(kernel):
                 tf32.add(number)
     products, streams = [], []
     for event in events:
-        number = _args(event).get("External id")
+        number = _number(event, "External id")
         if event.get("cat") != "cpu_op" or number not in took or "Input Dims" not in _args(event):
             continue
         try:
@@ -170,7 +196,7 @@ def _computed(
                 products.append(product)
             if stream := _stream(event, took[number]):
                 streams.append(stream)
-        except (TypeError, ValueError, IndexError):
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError):
             continue  # an op with other arguments
     return products, streams
 
@@ -184,10 +210,11 @@ def _product(event: Event, seconds: float, is_tf32: bool) -> Product | None:
     dtype = _DTYPES[args["Input type"][first]][0]
     *batch, m, k = map(int, args["Input Dims"][first])
     n = int(args["Input Dims"][first + 1][-1])
-    if min(m, n, k, *batch) < 1:
+    count = batch[0] if batch else 1
+    if min(m, n, k, *batch) < 1 or count * max(m * k, k * n, m * n) > _MOST_ELEMENTS:
         return None
     name = "tf32" if is_tf32 and dtype == "fp32" else dtype
-    return Product(m, n, k, batch[0] if batch else 1, name, seconds)
+    return Product(m, n, k, count, name, seconds)
 
 
 def _stream(event: Event, seconds: float) -> Stream | None:
@@ -205,9 +232,9 @@ def _stream(event: Event, seconds: float) -> Stream | None:
     strides = args.get("Input Strides", ())
     if any(0 in stride for stride in strides if isinstance(stride, list)):
         return None
-    elements = 1
-    for size in tensors[0][0]:
-        elements *= size
+    elements = prod(tensors[0][0])
+    if not 0 < elements <= _MOST_ELEMENTS:
+        return None
     sizes = [elements * itemsize for _, itemsize in tensors]
     written = 0 if _name(event) == "aten::copy_" else sizes[0]  # its first input is what it writes
     return Stream(sum(sizes) + written, seconds)
@@ -216,13 +243,14 @@ def _stream(event: Event, seconds: float) -> Stream | None:
 def _gaps_s(events: Sequence[Event], kernels: Sequence[Event]) -> Iterator[float]:
     """Seconds between two kernels of a stream, if the second was launched before the first ended."""
     launched = {
-        _args(event).get("correlation"): event["ts"] + event["dur"]
+        _number(event, "correlation"): event["ts"] + event["dur"]
         for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        if str(event.get("cat")) in ("cuda_runtime", "cuda_driver")
     }
-    before: dict[Any, float] = {}
+    launched.pop(None, None)
+    before: dict[int | None, float] = {}
     for kernel in kernels:
-        stream, number = _args(kernel).get("stream"), _args(kernel).get("correlation")
+        stream, number = _number(kernel, "stream"), _number(kernel, "correlation")
         end = before.get(stream)
         if end is not None and number in launched and launched[number] < end <= kernel["ts"]:
             yield (kernel["ts"] - end) / 1e6
@@ -240,8 +268,8 @@ def _transfers(kernels: Sequence[Event]) -> Iterator[Transfer]:
         kind = next(((n, whole) for of, n, whole in _COLLECTIVES if of.search(name)), None)
         if kind is None or size is None or not kernel["dur"]:
             continue
-        elements, ranks = args.get(kind[1]), args.get("Group size")
-        if not isinstance(elements, int) or not isinstance(ranks, int) or elements < 1 or ranks < 2:
+        elements, ranks = _number(kernel, kind[1]) or 0, _number(kernel, "Group size") or 0
+        if not 0 < elements <= _MOST_ELEMENTS or not 1 < ranks <= _MOST_RANKS:
             continue
         stride = _stride(str(args.get("Process Group Ranks", "")))
         yield Transfer(kind[0], elements * size, ranks, stride, _seconds(kernel))
@@ -249,26 +277,30 @@ def _transfers(kernels: Sequence[Event]) -> Iterator[Transfer]:
 
 def _stride(text: str) -> int:
     """How far the ranks in a text such as `[0, 8, 16]` lie apart; 1 if it does not tell."""
-    ranks = list(map(int, re.findall(r"\d+", text)))
+    ranks = list(map(int, re.findall(r"\d{1,18}", text)))
     return max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1
 
 
-def _ranges(events: Sequence[Event], steps: int) -> dict[str, float]:
+def _ranges(events: Sequence[Event], steps: Sequence[Event]) -> dict[str, float]:
     """Seconds of a step in the passes of `engine.profile` ('passes'), and in the collectives inside
-    them, by axis. {} if there is none.
+    them, by axis. {} if there is none. Passes outside `steps` do not count, unless there is no step.
     """
-    passes = [event for event in events if _PASS.fullmatch(_name(event))]
+    passes = _of_one_thread(
+        event
+        for event in events
+        if _PASS.fullmatch(_name(event)) and (not steps or any(_is_in(event, of) for of in steps))
+    )
     found: dict[str, float] = defaultdict(float)
     for event in passes:
-        found["passes"] += _seconds(event) / max(steps, 1)
+        found["passes"] += _seconds(event) / max(len(steps), 1)
     for event in events:
         match = _EXCHANGE.fullmatch(_name(event))
-        if match and any(_is_in(event, of) for of in passes):
-            found[match[1]] += _seconds(event) / max(steps, 1)
+        if match and any(event.get("pid") == of.get("pid") and _is_in(event, of) for of in passes):
+            found[match[1]] += _seconds(event) / max(len(steps), 1)
     return dict(found)
 
 
 def _is_in(event: Event, other: Event) -> bool:
-    return bool(
-        other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"]
-    )
+    """Whether the middle of an event is in another one. Its ends may be rounded."""
+    middle = event["ts"] + event["dur"] / 2
+    return bool(other["ts"] <= middle <= other["ts"] + other["dur"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def read_trace(path: str | Path) -> dict[str, Any]:
         raw = found.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
         data = json.loads(text)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise AutoparError(f"cannot read trace {found}: {reason_of(error)}") from None
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise AutoparError(f"{found} is no Chrome trace: it has no list 'traceEvents'")

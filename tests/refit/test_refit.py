@@ -234,6 +234,64 @@ def test_ranges_of_the_engine_tell_compute_from_exchange(tmp_path, ran):
     assert link.efficiency / ran.cluster.topology.intra.efficiency == pytest.approx(0.5, rel=0.02)
 
 
+def test_ranges_that_are_written_for_each_stream_count_once(tmp_path):
+    """As Kineto writes them: once for the stream of compute, and once for that of NCCL. The second
+    pass is of a step that the trace lacks.
+    """
+    events = []
+
+    def add(name: str, start: float, end: float, stream: int, pid: int = 0) -> None:
+        event = {"ph": "X", "cat": "gpu_user_annotation", "name": name, "pid": pid, "tid": stream}
+        events.append(event | {"ts": start, "dur": end - start})
+
+    for stream, early in ((7, 0.0), (20, 200.0)):
+        add("step 1", early, 1000.0 - early, stream)
+        add("micro-batch 0 forward", early, 900.0 - early, stream)
+        add("micro-batch 0 forward", 5000.0 + early, 5900.0 - early, stream)
+    add("all_gather over tp", 300.0, 400.0, 20)
+    add("all_gather over tp", 300.0, 400.0, 20, pid=1)
+    args = {"device": 0, "stream": 7}
+    events.append({"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 0.0, "dur": 900.0, "args": args})  # fmt: skip
+    run = read_run(run_in(tmp_path / "trace.json", json.dumps({"traceEvents": events})))
+    assert run.step_s == pytest.approx(1e-3) and run.steps == 1
+    assert run.ranges == pytest.approx({"passes": 900e-6, "tp": 100e-6})
+
+
+KEYS = (
+    "External id",
+    "correlation",
+    "stream",
+    "Input Dims",
+    "Input type",
+    "Group size",
+    "In msg nelems",
+)
+
+
+@pytest.mark.parametrize("key", [*KEYS, "Process Group Ranks"])
+@pytest.mark.parametrize(
+    "value", [None, [[]], "9" * 5000, 10**400, float("inf"), [[10**400, 1]] * 2]
+)
+def test_arguments_that_are_damaged_are_left_out(tmp_path, node, key, value):
+    trace = made_up_trace(node)
+    for event in trace["traceEvents"]:
+        if key in event["args"]:
+            event["args"][key] = value
+    try:
+        found = refit(read_run(run_in(tmp_path / "trace.json", json.dumps(trace))), node)
+    except AutoparError:
+        return
+    rates = [change.after for change in found.changes]
+    assert all(0 < rate < 10 for rate in rates), found.changes
+
+
+def test_shares_are_at_most_the_datasheets(tmp_path, ran):
+    step_s = 0.7 * ran.priced(ran.cluster).step_s
+    found = refit(read_run(run_in(tmp_path / "train.log", megatron_log(step_s))), ran.cluster, ran)
+    shares = {change.name: change.after for change in found.changes}
+    assert shares["memory"] == found.cluster.device.bandwidth_efficiency == 1.0
+
+
 # -------------------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -259,6 +317,13 @@ FILES = {
     "another framework": ("12:01 epoch 0 step 10 loss 2.1 it/s 3.4\n", "has no step in the form of"),
     "negative step": ("elapsed time per iteration (ms): -8100.0 |\n" * 3, "must be above 0"),
     "zero rate": (TITAN.format(n=1, tps=0), "must be above 0"),
+    "decimal commas": ("elapsed time per iteration (ms): 936,1 |\n" * 3, "with decimal points"),
+    "no number": ("elapsed time per iteration (ms): nan |\n" * 3, "no number like"),
+    "huge step": (f"elapsed time per iteration (ms): {'9' * 400} |\n" * 3, "below 1e+15"),
+    "one step": ("elapsed time per iteration (ms): 936.1 |\n", "at least 2"),
+    "growing batch": (megatron_log(3.0, 32) + megatron_log(3.0) + "global batch size: 128", "no longer grows"),
+    "damaged gzip": (gzip.compress(b'{"traceEvents": []}')[:10] + b"\xff" * 30, "give a whole trace"),
+    "deep": ('{"traceEvents": ' + "[" * 99_999, "give a whole trace"),
     "damaged number": ("elapsed time per iteration (ms): 8.1.0 |\n", "no number"),
     "not text": (b"\xff\xfe\x00elapsed", "cannot read"),
     "another batch": (megatron_log(3.0, batch=2048), "give the file of the run that"),
