@@ -112,7 +112,8 @@ def _prepare(model: nn.Module, has_positions: bool) -> None:
     )
     # an indexer chooses keys by the mask, and needs one
     by_mask = any(module.endswith(".indexer") for module, _ in model.named_modules())
-    by_mask = by_mask or any(_asks_for_mask(type(module)) for module in model.modules())
+    kinds: set[type] = set(map(type, model.modules()))
+    by_mask = by_mask or any(map(_asks_for_mask, kinds))
     if by_sdpa and not by_mask and of_transformers._can_set_attn_implementation():
         transformers.AttentionInterface.register(name, _attention)
         transformers.AttentionMaskInterface.register(name, mask)

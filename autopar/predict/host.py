@@ -81,6 +81,7 @@ def _host_s(block: AnnotatedBlock, setting: Setting) -> float:
 
 
 def _between_nodes(setting: Setting) -> bool:
-    """Whether a pipeline has neighbouring ranks on different nodes."""
-    mesh, per_node = setting.mesh, setting.cluster.topology.devices_per_node
-    return mesh.pp > 1 and mesh.pp * mesh.stride("pp") > per_node
+    """Whether some ranks of one pipeline lie on different nodes."""
+    mesh, topology = setting.mesh, setting.cluster.topology
+    spans = mesh.pp * mesh.stride("pp")
+    return mesh.pp > 1 and topology.nodes > 1 and topology.devices_per_node % spans != 0

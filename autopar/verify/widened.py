@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class Widened(TorchFunctionMode):
-    """A torch function mode in which casts to fp32, by `.float()`, `.to`, `.type` or the `dtype` of
-    an op on an fp64 tensor, such as softmax or sum, become casts to fp64. Grouped matrix products
-    run in fp64 too.
+    """A torch function mode in which casts to fp32 become casts to fp64: by `.float()`, `.to`,
+    `.type`, or the `dtype` of an op on an fp64 tensor. Softmax and sum are such ops. Grouped matrix
+    products run in fp64 too.
     """
 
     def __torch_function__(

@@ -50,6 +50,7 @@ def test_the_wait_is_the_time_of_the_host_beyond_that_of_the_device(tmp_path):
         ({"gpus": 2, "pp": 2, "gpus_per_node": 1}, 1.5),
         ({"gpus": 4, "tp": 2, "pp": 2, "gpus_per_node": 2}, 2.0),
         ({"gpus": 8, "tp": 4, "pp": 2, "gpus_per_node": 4}, 3.0),
+        ({"gpus": 12, "pp": 3, "dp": 4, "gpus_per_node": 4}, 1.5),
     ],
 )
 def test_a_pipeline_between_nodes_slows_the_hosts_of_tp(tmp_path, layout, slower):
