@@ -80,6 +80,16 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("factor", [0, 1e200, 1e-200])
+def test_factors_without_a_finite_inverse_or_square(factor):
+    """Such as a term that is switched off."""
+
+    def body(x, w, v):
+        return F.silu(x) * torch.sin(x) + (x * factor) * (x * factor) / (x * factor)
+
+    only(fused_from(body, mode="all"), "autopar::glu")
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_gated_activation_stays(name):
     model = fused_from(OTHERS[name], mode="all")

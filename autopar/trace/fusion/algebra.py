@@ -17,6 +17,7 @@ met them: what iterates over them does the same in every process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,7 @@ class Algebra:
         exponents: dict[Term, float] = {}
         for factor, exponent in factors:
             inner: Iterable[tuple[Term, float]] = ((factor, 1.0),)
-            # (a^2)^(1/2) is |a|, and stays as it is; (1 / a)^(1/2) is a^(-1/2)
-            if isinstance(factor, Product) and (exponent.is_integer() or _is_inverse(factor)):
+            if isinstance(factor, Product) and _opens(factor, exponent):
                 inner = factor.factors
                 coefficient *= factor.coefficient**exponent
             for term, power in inner:
@@ -233,6 +233,18 @@ def dtype_of(node: Node) -> torch.dtype:
     """The dtype of the fake value of a node, which must be a tensor."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
+
+
+def _opens(product: Product, exponent: float) -> bool:
+    """Whether product ^ exponent is the product of the powers of its parts: (a^2)^(1/2) is |a|, and
+    stays as it is; (1 / a)^(1/2) is a^(-1/2). The coefficient's power must be a finite number.
+    """
+    if not (exponent.is_integer() or _is_inverse(product)):
+        return False
+    try:
+        return math.isfinite(product.coefficient**exponent)
+    except (ZeroDivisionError, OverflowError):
+        return False
 
 
 def _is_inverse(product: Product) -> bool:
