@@ -417,6 +417,27 @@ def test_experts_and_positions_limit_the_mesh():
     assert autopar.Plan.from_json(plan.to_json()) == plan
 
 
+class ManyReaders(nn.Module):
+    """One value that 70 ops keep, more than numpy's arrays have dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(70))
+
+    def forward(self, x):
+        x = self.first(x)
+        return sum(x * weight for weight in self.weights).square().mean()
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_value_may_have_any_number_of_readers(axis):
+    plan = autopar.plan(
+        ManyReaders(), "h100:2", {"x": torch.randn(4, 8)}, global_batch=8, pin={axis: 2}
+    )
+    assert getattr(plan.mesh, axis) == 2
+
+
 @pytest.mark.parametrize(
     "cluster", ["dgx-h100:1", pytest.param("dgx-h100:1+dgx-a100-80g:1", marks=pytest.mark.slow)]
 )

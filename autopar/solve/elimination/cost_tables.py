@@ -32,6 +32,8 @@ from autopar.solve.costs.recompute_mix import Models
 
 LARGEST = 400_000
 """The largest number of entries of a table; larger ones are split."""
+MOST_CHOICES = 48
+"""The most choices of a table when it is made. numpy's arrays have at most 64 dims."""
 
 Scope = tuple[int, ...]
 """The choices that a table depends on; in ascending order, except for tables made by
@@ -336,9 +338,13 @@ class CostTables:
                     look.variable if look.variable >= 0 else -1 - o: by_op[o][list(look.strategies)]
                     for o, look in looks.items()
                 }
+                sizes = _without_fixed(sizes)
                 parts = [tuple(sizes)]
                 # no tensor is smaller than the mean of the sizes that ops save
-                if prod(map(len, sizes.values())) * len(kept) > LARGEST:
+                if (
+                    prod(map(len, sizes.values())) * len(kept) > LARGEST
+                    or len(sizes) > MOST_CHOICES
+                ):
                     self.is_exact, parts = False, [(variable,) for variable in sizes]
                 for scope in parts:
                     shape = tuple(len(sizes[variable]) for variable in scope)
@@ -404,7 +410,10 @@ class CostTables:
         ]
         mode = self.mode_of[c] if prices.shape[1] > 1 else -1
         # all readers together pay at least the mean of what each pays
-        if prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST:
+        if (
+            prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST
+            or len(needs) > MOST_CHOICES
+        ):
             self.is_exact = False
             for place, variable in zip(link.places, variables[1:], strict=True):
                 self.tables.append(
@@ -585,6 +594,17 @@ def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) ->
     made, wanted = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(chain.from_iterable(needs)))
     places = tuple(np.array([wanted.index(layout) for layout in need]) for need in needs)
     return _Link(made, wanted, np.array([made.index(layout) for layout in have]), places)
+
+
+def _without_fixed(sizes: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Bytes by choice, of which the largest counts: `sizes` with one choice for all those that have
+    one value.
+    """
+    fixed = [variable for variable, values in sizes.items() if len(values) == 1]
+    if len(fixed) < 2:
+        return sizes
+    largest = np.max([sizes[variable] for variable in fixed], axis=0)
+    return {v: values for v, values in sizes.items() if len(values) > 1} | {fixed[0]: largest}
 
 
 def _place(block: AnnotatedBlock, name: str) -> int:
