@@ -209,11 +209,10 @@ def _complete_runs(paths: Sequence[str], pick: Callable[[Run], bool]) -> list[Ru
     is none.
     """
     from autopar.predict.runs import read_files
+    from autopar.predict.subsets import picked
 
     every, problems = read_files(paths)
-    runs = [run for run in every if pick(run)]
-    if every and not runs:
-        raise AutoparError(f"none of the {len(every)} runs of {', '.join(paths)} meets --only")
+    runs = picked(every, pick, paths)
     if not (found := [run for run in runs if run.complete]):
         raise AutoparError(
             _none_predicted(paths, problems)

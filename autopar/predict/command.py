@@ -11,6 +11,7 @@ from autopar.garbage import seldom_collected
 from autopar.predict.run import Evaluate, Run
 from autopar.predict.runs import Problem, out_of_memory_layouts, read_files
 from autopar.predict.score import Scored
+from autopar.predict.subsets import picked
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ def predict_files(
     pick: Callable[[Run], bool] = lambda run: True,
 ) -> Predictions:
     """The predictions of the runs in CSV files by `evaluate`. Raises AutoparError if a file cannot
-    be read. A row that cannot be read, or a run that cannot be predicted, becomes a problem. `tell`
+    be read, or if `pick` picks no run. A row that cannot be read, or a run that cannot be predicted, becomes a problem. `tell`
     is called with a line of text for each run. Runs that `pick` refuses are left out.
     """
     every, problems = read_files(paths)
-    runs = tuple(run for run in every if pick(run))
+    runs = picked(every, pick, paths)
     results, failed = predict_runs(runs, evaluate, tell)
     failing = out_of_memory_layouts(tuple(run for run in runs if run.complete))
     layouts, unpredicted = predict_runs(failing, evaluate, tell)

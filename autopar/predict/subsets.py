@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from math import inf
+from pathlib import Path
 
 from autopar_cost_models.checks import nearest
 
@@ -46,6 +47,18 @@ def pick_of(conditions: Sequence[str]) -> Pick:
     """
     found = [_condition(text) for text in conditions]
     return lambda run: all(condition(run) for condition in found)
+
+
+def picked(runs: Sequence[Run], pick: Pick, paths: Sequence[str | Path]) -> tuple[Run, ...]:
+    """The runs of the files that `pick` picks. Raises AutoparError if there are runs, but it picks
+    none.
+    """
+    found = tuple(run for run in runs if pick(run))
+    if runs and not found:
+        raise AutoparError(
+            f"none of the {len(runs)} runs of {', '.join(map(str, paths))} meets --only"
+        )
+    return found
 
 
 def _condition(text: str) -> Pick:

@@ -53,5 +53,6 @@ def test_the_command_line(tmp_path):
     found = CliRunner().invoke(cli, ["predict", path, "--only", "family=llama", "--by", "tp"])
     assert found.exit_code == 0, found.output
     assert "tp = 1" in found.output and "tp = 2" not in found.output
-    none = CliRunner().invoke(cli, ["predict", path, "--only", "tp=64", "--ablate"])
-    assert none.exit_code == 2 and "meets --only" in none.output
+    for report in ([], ["--ablate"], ["--json"]):
+        none = CliRunner().invoke(cli, ["predict", path, "--only", "tp=64", *report])
+        assert none.exit_code == 2 and "none of the 2 runs" in none.output, report
