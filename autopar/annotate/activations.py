@@ -20,11 +20,11 @@ from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.sharding import Layout, R, S
 from autopar.ops.dims import Call
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy
 from autopar.ops.values import operand_names, ops, result_names
 
-_EXPERTS = "autopar::routed_experts"
 _WHOLE_STATISTICS = ("vocab_parallel_statistics", "vocab_parallel_linear_loss")
 """Lowerings over tp after which each rank keeps the merged statistics of all its tokens."""
 _PASSES = (
@@ -296,7 +296,7 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
     )
     if not exact:  # activations, seen in the dtype of the trace; the others keep fp32 or bytes in any precision
         own = own * local.pricing.itemsize(first) // first.element_size()
-    if name == _EXPERTS and software.fused_kernels:
+    if name == ROUTED_EXPERTS and software.fused_kernels:
         own = min(own, _fused_experts_bytes(local, node))
     if name in NORMS and (software.compiled or software.fused_kernels):
         rows = local.pricing.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (
@@ -346,7 +346,7 @@ def _whole_rows_bytes(local: LocalClass, node: Node, names: tuple[str, ...]) -> 
     """Bytes that routed experts keep under any tp sharding: the row of each choice before the first
     product and after the second. 0 for other ops.
     """
-    if op_name(node) != _EXPERTS:
+    if op_name(node) != ROUTED_EXPERTS:
         return 0
     x, fixed = (
         local.facts.tensors[names[0]],

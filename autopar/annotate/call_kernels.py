@@ -19,6 +19,7 @@ from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.dims import Call, OpDims
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy, letter_of
 
@@ -97,7 +98,7 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
         return FREE
     if is_attention(call.node):
         return _attention(local, call)
-    if name == "autopar::routed_experts":
+    if name == ROUTED_EXPERTS:
         return _experts(local, call)
     if name == LINEAR_LOSS:
         return _linear_loss(local, call)

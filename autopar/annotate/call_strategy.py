@@ -19,6 +19,7 @@ from autopar.ir.calls import is_attention, op_name
 from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.sharding import COLLECTIVES
 from autopar.ops.dims import Call
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.fused import FUSED
 
 _STATISTICS = {"vocab_parallel_statistics": 1, "vocab_parallel_linear_loss": 2}
@@ -53,16 +54,7 @@ def call_strategy(
     local_s, sent_s = _sent(local, call, computed, paid)
     added = [b for b, more in zip(call.read, call.added, strict=True) if more]
     local_s[1] += _added_s(local, call, added)
-    # costs the host, not the device
-    view = call.dims is not None and call.dims.movement_free and not local.setting.software.compiled
-    issued = (
-        computed.forward_kernels + view,
-        computed.backward_kernels + (view and any(call.grads)) + len(added),
-    )
-    if op_name(call.node) in FUSED:
-        issued = OWN_OP_ISSUES, OWN_OP_ISSUES * any(call.grads) + len(added)
-    if op_name(call.node) == LINEAR_LOSS:  # and the kernels of each chunk of tokens
-        issued = issued[0] + computed.forward_kernels, issued[1] + computed.backward_kernels
+    issued_s = _issued_s(local, call, computed, len(added))
     return Strategy(
         call.choice.name,
         call.choice.inputs,
@@ -74,9 +66,37 @@ def call_strategy(
         forward_comm_s=sent_s[0],
         backward_comm_s=sent_s[1],
         backward_weight_s=computed.weight_s,
-        forward_dispatch_s=issued[0] * local.pricing.device.issue_s,
-        backward_dispatch_s=issued[1] * local.pricing.device.issue_s,
+        forward_dispatch_s=issued_s[0],
+        backward_dispatch_s=issued_s[1],
     )
+
+
+def _issued_s(
+    local: LocalClass, call: PricedCall, computed: KernelTime, added: int
+) -> tuple[float, float]:
+    """Seconds in which the host issues (forward, backward) of a call, 0.0 on CPUs. Backward also
+    sums gradients `added` times.
+    """
+    software, device, op = local.setting.software, local.pricing.device, op_name(call.node)
+    routed = op == ROUTED_EXPERTS
+    graphed = software.cuda_graphs == "all" or (
+        software.cuda_graphs == "but experts" and not routed
+    )
+    if graphed or device.generation == "cpu":
+        return 0.0, 0.0
+    # a view costs the host, not the device
+    view = call.dims is not None and call.dims.movement_free and not software.compiled
+    forward = computed.forward_kernels + view
+    backward = computed.backward_kernels + (view and any(call.grads)) + added
+    if op in FUSED:
+        forward, backward = OWN_OP_ISSUES, OWN_OP_ISSUES * any(call.grads) + added
+    if op == LINEAR_LOSS:  # and the kernels of each chunk of tokens
+        forward += computed.forward_kernels
+        backward += computed.backward_kernels
+    if routed:
+        forward += software.routing_operations
+    each_s = device.issue_s if software.issue_s is None else software.issue_s
+    return forward * each_s, backward * each_s
 
 
 def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:

@@ -299,11 +299,15 @@ def _host_bound(
     than the step is predicted to take; otherwise nothing. Nothing on CPUs. `group` is one of the
     groups of `cluster`.
     """
-    device = group.device
-    if device.generation == "cpu":  # an operation there waits for itself, which is priced
-        return
+    software = Software.from_data(plan.made_for.software)
     request = PlanRequest(
-        cluster, plan.global_batch, Pins(), plan.precision, False, plan.model_name
+        cluster,
+        plan.global_batch,
+        Pins(),
+        plan.precision,
+        False,
+        plan.model_name,
+        software=software,
     )
     model = annotator_of(traced).annotate(
         setting_of(plan, request, "none", cluster.groups.index(group))
@@ -328,14 +332,17 @@ def _host_bound(
         for rank in range(ranks)
         if groups[rank] == group
     ]
-    found_s, each_s = plan.num_microbatches * max(of_ranks), device.issue_s
+    found_s = plan.num_microbatches * max(of_ranks)
+    each_s = group.device.issue_s if software.issue_s is None else software.issue_s
     if found_s <= plan.predicted.step_time_s:
         return
     yield Finding(
         "host-bound",
         f"the host takes some {ms(found_s)} a step to issue the kernels of a rank, {found_s / each_s:,.0f} at {1e6 * each_s:.3g} us each, "
         f"and the devices {ms(plan.predicted.step_time_s)}, which is what is predicted: they will wait for it",
-        "Unless it is compiled, compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
+        "Use CUDA graphs, or a larger micro-batch"
+        if software.compiled
+        else "Unless it is compiled, compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
         {"host_s": found_s, "step_s": plan.predicted.step_time_s, "kernels": found_s / each_s},
     )
 

@@ -8,6 +8,8 @@ from autopar_kernels.routed_experts import GATED
 
 from autopar.ops.dims import Call, JointSharding, OpDims
 
+ROUTED_EXPERTS = "autopar::routed_experts"
+
 
 def routed_experts(call: Call) -> OpDims:
     """How routed_experts may be sharded: x (t, h), index (t, k), weights (t, k), up (e, w, h),

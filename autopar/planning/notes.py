@@ -6,6 +6,7 @@ from collections import Counter
 
 from autopar.ir.calls import is_attention
 from autopar.ir.traced import TracedModel, per_model
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.random import draws_otherwise, drops
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
@@ -61,7 +62,7 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
         )
     capacity = {
         call.arg("capacity_factor")
-        for call in calls_of(traced, "autopar::routed_experts")
+        for call in calls_of(traced, ROUTED_EXPERTS)
         if call.arg("capacity_factor")
     }
     if capacity:

@@ -14,8 +14,6 @@ from autopar.planning.model_facts import as_planned
 from autopar.recheck.plan_costs import setting_of
 from autopar.request.plan_request import PlanRequest
 
-_EXPERTS = "routed_experts"
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentTime:
@@ -66,18 +64,10 @@ def _segment_times(plan: Plan, traced: TracedModel, setting: Setting) -> dict[st
 
 def _host_s(block: AnnotatedBlock, setting: Setting) -> float:
     """Seconds in which the host issues a micro-batch of a segment of the class."""
-    software, device = setting.software, setting.cluster.device
-    experts = [op for op in block.ops if _EXPERTS in op.target]
-    if software.cuda_graphs == "all":
-        return 0.0
-    issued = experts if software.cuda_graphs == "but experts" else block.ops
-    seconds = sum(
-        op.strategies[0].forward_dispatch_s + op.strategies[0].backward_dispatch_s for op in issued
-    )
-    issue_s = device.issue_s if software.issue_s is None else software.issue_s
-    if _between_nodes(setting):
-        issue_s *= 1 + software.network_slows_host * setting.mesh.tp
-    return seconds * issue_s / device.issue_s + len(experts) * software.routing_operations * issue_s
+    strategies = [op.strategies[0] for op in block.ops]
+    seconds = sum(s.forward_dispatch_s + s.backward_dispatch_s for s in strategies)
+    slower = setting.software.network_slows_host if _between_nodes(setting) else 0.0
+    return seconds * (1 + slower * setting.mesh.tp)
 
 
 def _between_nodes(setting: Setting) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from autopar import api
 from autopar.explaining.lints import BUBBLE, FILLED, Finding, lint
 from autopar.explaining.plan_report import plan_table
 from autopar.ir.cluster import ClusterSpec
+from autopar.request.software import Software
 
 ODD = "gpt:layers=4,hidden=960,heads=12,vocab=50257,tied=true,seq=128"
 """GPT-2's vocabulary, which no degree divides; eight ranks do not divide 12 heads; embedding and head are one parameter."""
@@ -166,6 +168,32 @@ def test_a_host_that_issues_kernels_too_slowly():
     assert 1.2 < again.numbers["kernels"] / finding.numbers["kernels"] < 1.5, "forward runs again"
     assert not found(t, {"micro_batch": 16, "recompute": "none"}, "host-bound")
     assert not found(task("gpt-tiny", "cpu:1", 16, 64), {"micro_batch": 1}, "host-bound")
+
+
+def test_the_host_is_that_of_the_software():
+    t = task("gpt:layers=12,hidden=1024,heads=16,vocab=50304,seq=1024", "h200:1", 16, 1024)
+    pin = {"micro_batch": 1, "recompute": "none"}
+    (usual,) = found(t, pin, "host-bound")
+
+    def bound(**software: Any) -> list[Finding]:
+        plan = api.plan(
+            t.model,
+            t.cluster,
+            t.inputs,
+            t.batch,
+            pin=pin,
+            traced=t.traced,
+            software=Software(**software),
+        )
+        return named(lint(plan, t.cluster, t.traced), "host-bound")
+
+    (slow,) = bound(issue_s=2 * t.cluster.device.issue_s)
+    assert slow.numbers["host_s"] == pytest.approx(2 * usual.numbers["host_s"])
+    assert slow.numbers["kernels"] == pytest.approx(usual.numbers["kernels"])
+    (compiled,) = bound(compiled=True, issue_s=1e-3)
+    assert compiled.numbers["kernels"] < usual.numbers["kernels"], "some kernels are joined"
+    assert "CUDA graphs" in compiled.remedy
+    assert not bound(cuda_graphs="all")
 
 
 def test_a_small_micro_batch_that_cannot_grow_says_what_must():

@@ -19,6 +19,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call, has_batch
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.program import Program
@@ -144,8 +145,7 @@ def check_model(traced: TracedModel) -> None:
     elif traced.updates:
         reason = f"forward changes buffers ({next(iter(traced.updates))}, ...), by statistics over all positions"
     elif any(
-        op_name(call.node) == "autopar::routed_experts" and call.arg("capacity_factor")
-        for call in calls
+        op_name(call.node) == ROUTED_EXPERTS and call.arg("capacity_factor") for call in calls
     ):
         reason = "its experts have a capacity factor, which counts all positions"
     if reason:
