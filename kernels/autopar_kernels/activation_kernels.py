@@ -33,9 +33,19 @@ def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
         inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
         slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
     else:
-        value = tl.maximum(x, 0.0)
-        slope = tl.where(x > 0.0, 1.0, 0.0)
+        # NaN is not below 0, and stays; tl.maximum would drop it
+        value = tl.where(x <= 0.0, 0.0, x)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
     return value, slope
+
+
+@triton.jit
+def _through(gradient, slope, ACT: tl.constexpr):
+    """gradient * slope. Nothing passes a flat relu, not even NaN."""
+    value = gradient * slope
+    if ACT != "silu" and ACT != "gelu" and ACT != "gelu_tanh":
+        value = tl.where(slope == 0.0, 0.0, value)
+    return value
 
 
 @triton.jit
@@ -59,8 +69,9 @@ def _load_pair(gate, up, row, column, strides, mask, LIMIT: tl.constexpr):
     pass_z, pass_u = mask, mask
     if LIMIT is not None:
         pass_z, pass_u = z <= LIMIT, (u <= LIMIT) & (u >= -LIMIT)
-        z = tl.minimum(z, LIMIT)
-        u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)
+        # NaN is not beyond the limit, and stays; tl.minimum would drop it
+        z = tl.where(z > LIMIT, LIMIT, z)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
     return z, u, pass_z, pass_u
 
 
@@ -91,7 +102,7 @@ def glu_backward_kernel(
     z, u, pass_z, pass_u = _load_pair(gate, up, row, column, strides, mask, LIMIT)
     value, slope = _activate(z, ACT, ALPHA)
     if dgate is not None:
-        through = tl.where(pass_z, g * slope * (u + SHIFT), 0.0)
+        through = tl.where(pass_z, _through(g * (u + SHIFT), slope, ACT), 0.0)
         store_tile(dgate, row, column, out_row, out_column, through, mask)
     if dup is not None:
         through = tl.where(pass_u, g * value, 0.0)
@@ -129,9 +140,10 @@ def bias_backward_kernel(
         g = load_tile(grad, row, column, strides[0], strides[1], mask)
         value = load_tile(x, row, column, strides[2], strides[3], mask) + shift
         _, slope = _activate(value, ACT, 1.0)
-        total += g * slope
+        through = _through(g, slope, ACT)
+        total += through
         if dx is not None:
-            store_tile(dx, row, column, columns, 1, g * slope, mask)
+            store_tile(dx, row, column, columns, 1, through, mask)
     if parts is not None:
         place = tl.program_id(0).to(tl.int64) * columns + column
         tl.store(parts + place, tl.sum(total, 0), inside)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar_kernels.glu import ACTIVATIONS, block_of, value_and_slope
+from autopar_kernels.glu import ACTIVATIONS, block_of, through, value_and_slope
 from autopar_kernels.launching import (
     launch,
     partial_sums,
@@ -64,10 +64,11 @@ def _bias_backward(
     if not runs_kernel(grad, x, bias):
         wide = accumulation_dtype(x, bias, grad)
         slope = value_and_slope(x.to(wide) + bias.to(wide), act, 1.0)[1]
+        value = through(grad, slope, act)
         if needs[0]:
-            dx.copy_(grad * slope)
+            dx.copy_(value)
         if needs[1]:
-            dbias.copy_((grad * slope).reshape(-1, bias.shape[0]).sum(0))
+            dbias.copy_(value.reshape(-1, bias.shape[0]).sum(0))
         return dx, dbias
     from autopar_kernels.activation_kernels import bias_backward_kernel
 

@@ -59,7 +59,14 @@ def value_and_slope(x: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
         t = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
         inner = math.sqrt(2 / math.pi) * (1 + 0.134145 * x * x)
         return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
-    return F.relu(x), (x > 0).to(x.dtype)
+    return F.relu(x), (~(x <= 0)).to(x.dtype)
+
+
+def through(gradient: Tensor, slope: Tensor, act: str) -> Tensor:
+    """gradient * slope, for a slope of `value_and_slope`. Nothing passes a flat relu, not even
+    NaN.
+    """
+    return (gradient * slope).where(slope != 0, 0) if act == "relu" else gradient * slope
 
 
 def split(both: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -133,16 +140,17 @@ def _glu_backward(
     if not runs_kernel(grad, gate, up):
         wide = accumulation_dtype(grad, gate, up)
         z, u, g = gate.to(wide), up.to(wide), grad.to(wide)
-        pass_z = pass_u = torch.ones((), dtype=wide, device=g.device)
+        pass_z = pass_u = torch.ones((), dtype=torch.bool, device=g.device)
         if limit is not None:
-            pass_z, pass_u = (z <= limit).to(wide), (u.abs() <= limit).to(wide)
+            pass_z, pass_u = z <= limit, u.abs() <= limit
             z, u = z.clamp(max=limit), u.clamp(-limit, limit)
         value, slope = value_and_slope(z, act, alpha)
-        for out, want, gradient in zip(
-            written, needs, (g * slope * (u + shift) * pass_z, g * value * pass_u), strict=True
+        dz, du = through(g * (u + shift), slope, act), g * value
+        for out, want, gradient, passes in zip(
+            written, needs, (dz, du), (pass_z, pass_u), strict=True
         ):
             if want:
-                out.copy_(gradient)
+                out.copy_(gradient.where(passes, 0))
         return outputs
     from autopar_kernels.activation_kernels import glu_backward_kernel
 

@@ -68,14 +68,17 @@ def cross_entropy_local_kernel(
 
 
 @triton.jit
-def _row_weight(target, weight, row, alive, IGNORE: tl.constexpr):
-    """(whether the row counts, the weight of its class). An ignored row has weight 0."""
+def _row_weight(target, weight, row, alive, classes, IGNORE: tl.constexpr):
+    """(whether the row counts, the weight of its class). An ignored row has weight 0, one whose
+    label is no class NaN.
+    """
     label = tl.load(target + row, alive, IGNORE)
     valid = label != IGNORE
+    known = valid & (label >= 0) & (label < classes)
     scale = tl.where(valid, 1.0, 0.0)
     if weight is not None:
-        scale = tl.load(weight + label, valid, 0.0).to(tl.float32)
-    return valid, scale
+        scale = tl.load(weight + label, known, 0.0).to(tl.float32)
+    return valid, tl.where(valid & ~known, float("nan"), scale)
 
 
 @kernel
@@ -86,7 +89,7 @@ def cross_entropy_rows_kernel(
     """Write the loss of each row and its class's weight; both are 0 for ignored rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     alive = row < rows
-    valid, scale = _row_weight(target, weight, row, alive, IGNORE)
+    valid, scale = _row_weight(target, weight, row, alive, classes, IGNORE)
     largest = tl.load(statistics + row, alive, 0.0)
     level = largest + tl.log(tl.load(statistics + rows + row, alive, 1.0))
     value = (1.0 - SMOOTHING) * scale * (level - tl.load(statistics + 2 * rows + row, alive, 0.0))
@@ -115,7 +118,7 @@ def cross_entropy_gradient_kernel(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    valid, scale = _row_weight(target, weight, row, row < rows, IGNORE)
+    valid, scale = _row_weight(target, weight, row, row < rows, classes, IGNORE)
     level = tl.load(statistics + row) + tl.log(tl.load(statistics + rows + row))
     x = tl.load(
         _row(logits, row, inner, strides) + column.to(tl.int64) * strides[2], inside, 0.0

@@ -119,6 +119,20 @@ def _weight_sum(weight: Tensor | None, smoothing: float, wide: torch.dtype) -> T
     return weight.sum(dtype=wide) if weight is not None and smoothing > 0 else None
 
 
+def _row_weights(
+    flat: Tensor, weight: Tensor | None, classes: int, ignore_index: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(which of the targets `flat` (R,) count, the weight of each one's class). The weight is 0 for
+    ignored rows, and NaN for targets that are no class, so that their loss is too.
+    """
+    valid = flat != ignore_index
+    known = (flat >= 0) & (flat < classes)
+    scale = valid.to(dtype)
+    if weight is not None:
+        scale = weight.to(dtype)[flat.where(known, 0)].masked_fill(~valid, 0)
+    return valid, scale.masked_fill(valid & ~known, float("nan"))
+
+
 def _rows(
     statistics: Tensor,
     target: Tensor,
@@ -128,17 +142,14 @@ def _rows(
     smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), (R,) each; 0 for ignored rows. The arguments
-    are those of `cross_entropy_merged`.
+    """(the loss of each row, the weight of its class), (R,) each; 0 for ignored rows, and NaN for
+    targets that are no class. The arguments are those of `cross_entropy_merged`.
     """
     loss, scales = torch.empty_like(statistics[0]), torch.empty_like(statistics[0])
     flat = target.reshape(-1).contiguous()
     total = _weight_sum(weight, smoothing, statistics.dtype)
     if not runs_kernel(statistics, weight):
-        valid = flat != ignore_index
-        scale = valid.to(loss.dtype)
-        if weight is not None:
-            scale = scale * weight.to(loss.dtype)[flat.where(valid, 0)]
+        valid, scale = _row_weights(flat, weight, classes, ignore_index, loss.dtype)
         level = statistics[0] + statistics[1].log()
         value = (1 - smoothing) * scale * (level - statistics[2])
         if smoothing > 0:
@@ -191,12 +202,10 @@ def _gradient(
     if not runs_kernel(grad, logits, weight):
         wide = statistics.dtype
         x = _capped(logits, wide, soft_cap)
-        valid = flat != ignore_index
-        share = (1 - smoothing) * valid.to(wide)
+        valid, scale = _row_weights(flat, weight, classes, ignore_index, wide)
+        share = (1 - smoothing) * scale
         columns = torch.arange(first, first + x.shape[1], device=x.device)
         vector = None if weight is None else weight.to(wide)
-        if vector is not None:
-            share = share * vector[flat.where(valid, 0)]
         level = statistics[0] + statistics[1].log()
         p = (x - level.unsqueeze(1)).exp()
         value = share.unsqueeze(1) * (p - (columns == flat.unsqueeze(1)).to(wide))
@@ -283,7 +292,8 @@ def cross_entropy_merged(
 
     Args:
         logits: (..., V'), this shard's columns; any strides.
-        target: (...) int64, classes of all shards.
+        target: (...) int64, classes of all shards. Another value than a class or `ignore_index`
+            makes the row's loss and gradient NaN.
         statistics: (3 or 4, R), merged over all shards; constant.
         weight: (V,) of all classes, or None.
         first: the class of the shard's first column.
@@ -330,7 +340,7 @@ def cross_entropy(
 
     Args:
         logits: (..., V), any strides.
-        target: (...) int64.
+        target: (...) int64, classes; as for `cross_entropy_merged`.
         weight: (V,), or None.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.

@@ -68,6 +68,7 @@ def _forward(
             level.fill_(float("-inf"))
         else:
             torch.logsumexp(x, -1, out=level)
+            level.masked_fill_(level == float("inf"), float("nan"))  # as torch's softmax
         if sinks is not None:
             torch.logaddexp(
                 level, _sinks(sinks, level.dtype).squeeze(-1).expand_as(level), out=level

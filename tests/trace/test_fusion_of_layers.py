@@ -223,6 +223,42 @@ def by_columns(read, write, sign=1.0, upper=1.0):
     return body
 
 
+@pytest.mark.parametrize("columns", [False, True])
+def test_scaled_tables(columns):
+    """As YaRN scales them: the products are scaled by what the tables were."""
+
+    def body(x, w, v):
+        cos, sin = (1.2 * table for table in angles(x))
+        heads = x.unsqueeze(1)
+        if not columns:
+            return (heads * cos - turned_halves(heads) * sin).squeeze(1)
+        (a, b), half = heads.chunk(2, -1), WIDTH // 2
+        cos, sin = cos[..., :half] * 0.5, sin[..., :half] * 0.5
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).squeeze(1)
+
+    assert only(fused_from(body, mode="all"), "autopar::rotary_single") == attributes()
+
+
+def test_tables_with_a_dim_for_heads_after_positions():
+    def body(x, w, v):
+        cos, sin = (table.unsqueeze(1) for table in angles(x))
+        heads = x.unsqueeze(2)
+        return (heads * cos + turned_halves(heads) * sin).squeeze(2)
+
+    found = only(fused_from(body, mode="all"), "autopar::rotary_single")
+    assert found == attributes(heads_last=True)
+
+
+def test_tables_of_no_dim_stay():
+    def body(x, w, v):
+        cos, sin = (table[1, 1] for table in angles(x))
+        heads = x.unsqueeze(1)
+        return (heads * cos + turned_halves(heads) * sin).squeeze(1)
+
+    model = fused_from(body, mode="all")
+    assert not model.fusion.fused and "tables of shape ()" in model.fusion.missed[0].reason
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("read", "write"),
@@ -348,6 +384,10 @@ SOFTMAXES = {
     "scaled": (lambda x: (x * 0.3).softmax(-1), {"scale": 0.3}),
     "divided": (lambda x: torch.softmax(x / 4, 2), {"scale": 0.25}),
     "masked": (lambda x: (x + hidden(x)).softmax(-1), {}),
+    "masked by a product": (
+        lambda x: (0.3 * x + (1 - (hidden(x) == 0).to(x.dtype)) * -1e4).softmax(-1),
+        {"scale": 0.3},
+    ),
     "both": (lambda x: (0.3 * x + hidden(x)).softmax(-1), {"scale": 0.3}),
     "capped": (
         lambda x: (2.0 * torch.tanh(0.3 * x / 2.0) + hidden(x)).softmax(-1),

@@ -235,6 +235,31 @@ def test_a_sum_before_a_norm_is_a_second_result():
     assert names.index("autopar::add_rms_norm") < names.index("aten::sin")
 
 
+def summed_twice(x, w, v):
+    y = torch.tanh(x)
+    return w * (x + y) * (EPS + (y + x).square().mean(-1, keepdim=True)).rsqrt()
+
+
+def layer_summed_twice(x, w, v):
+    y = torch.tanh(x)
+    return F.layer_norm(x + y, (WIDTH,), w, v) * (x + y)
+
+
+@pytest.mark.parametrize("body", [summed_twice, layer_summed_twice])
+def test_a_sum_that_is_written_twice_is_the_same_sum(body):
+    (op,) = fused_from(body).fusion.fused
+    assert op.op in ("autopar::add_rms_norm", "autopar::add_layer_norm")
+
+
+def test_what_reads_more_than_the_op_stays():
+    def switched_off(x, w, v):
+        eps = EPS + 0 * v.abs().sum()
+        return w * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    model = fused_from(switched_off)
+    assert not model.fusion.fused and "reads v besides" in model.fusion.missed[0].reason
+
+
 @pytest.mark.parametrize(
     "total",
     [lambda x: x + 1.0, lambda x: torch.add(x, x.tanh(), alpha=2), lambda x: x + x[:1].sum()],

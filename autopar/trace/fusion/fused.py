@@ -31,6 +31,7 @@ from autopar.trace.fusion.matches import (
     Match,
     Matcher,
     Miss,
+    read_besides,
     used_outside,
     viewed,
     without_bias,
@@ -149,12 +150,14 @@ def _larger(algebra: Algebra, match: Match, matchers: tuple[Matcher, ...]) -> Ma
 
 def _refused(match: Match, taken: set[Node]) -> str:
     """Why a match may not replace its subgraph, as text; '' if it may. The subgraph overlaps
-    `taken`, has inner values that others read, or computes something else than the op.
+    `taken`, has inner values that others read, reads more than the op, or computes something else.
     """
     if not taken.isdisjoint(match.interior):
         return "a part of it is a part of another op"
     if (node := used_outside(match)) is not None:
         return f"its value {node.name} is used elsewhere too"
+    if (node := read_besides(match)) is not None:
+        return f"it reads {node.name} besides, which the op does not"
     return wrong(match)
 
 

@@ -151,3 +151,12 @@ def used_outside(match: Match) -> Node | None:
     inside = set(match.interior)
     hidden = (node for node in match.interior if node not in match.results)
     return next((node for node in hidden if not inside.issuperset(node.users)), None)
+
+
+def read_besides(match: Match) -> Node | None:
+    """The first node outside a match that its subgraph reads besides the operands, such as a value
+    that is multiplied by 0. None if there is none.
+    """
+    known = {*match.interior, *match.operands.values(), *match.copies}
+    sources = (source for node in match.interior for source in node.all_input_nodes)
+    return next((source for source in sources if source not in known), None)

@@ -129,13 +129,28 @@ def _turned(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
     (one, first), (other, second) = term.summands
     plain = other if _turned_factor(one) else one
     kept, factor = (second, first) if plain is other else (first, second)
-    if kept != 1.0 or abs(factor) != 1.0:
-        return _Unlike(turn, _OTHER_WAY)
     wide = algebra.terms[x]
     wide = wide if dtype_of(x) == dtype_of(node) else algebra.cast(wide, dtype_of(node))
     quotient = algebra.quotient(plain, wide)
     cosine = algebra.product(quotient.factors, quotient.coefficient)
-    return _Rotation(x, (cosine, sine), backwards != (factor < 0), interleaved, False, turn)
+    tables = _scaled(algebra, (cosine, kept), (sine, abs(factor)))
+    if tables is None:
+        return _Unlike(turn, _OTHER_WAY)
+    return _Rotation(x, tables, backwards != (factor < 0), interleaved, False, turn)
+
+
+def _scaled(
+    algebra: Algebra, cosine: tuple[Term, float], sine: tuple[Term, float]
+) -> tuple[Term, Term] | None:
+    """The terms of both tables, each (term, factor). None if a factor other than 1 is of no table:
+    tables may be scaled, as YaRN does, but products may not.
+    """
+    found = []
+    for term, factor in (cosine, sine):
+        found.append(algebra.product(((term, 1.0),), factor))
+        if factor != 1.0 and algebra.value(found[-1], widened=True) is None:
+            return None
+    return found[0], found[1]
 
 
 def _turned_factor(summand: Term) -> tuple[Term, Node, tuple[Node, bool, bool]] | None:
@@ -195,12 +210,12 @@ def _pairs(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
     for x, neighbours in dict.fromkeys((half.of, half.neighbours) for half, _, _ in lower):
         low, high = (_factors(products, x, neighbours) for products in (lower, upper))
         if low is not None and high is not None:
-            reason = _no_rotation(low, high)
-            reason = reason or ("" if apart or neighbours else "it reads halves, writes neighbours")
-            if reason:
-                return _Unlike(node, reason)
-            tables = low[False][0], low[True][0]
             backwards = high[False][1] < 0
+            tables = _scaled(algebra, low[False], (low[True][0], abs(low[True][1])))
+            reason = _no_rotation(low, high) or ("" if tables else _OTHER_WAY)
+            reason = reason or ("" if apart or neighbours else "it reads halves, writes neighbours")
+            if reason or tables is None:
+                return _Unlike(node, reason)
             return _Rotation(x, tables, backwards, neighbours, apart and neighbours, node)
     return None
 
@@ -242,7 +257,7 @@ def _no_rotation(low: _Factors, high: _Factors) -> str:
     (cos_too, other), (sin_too, plus) = high[True], high[False]
     if cos is not cos_too or sin is not sin_too:
         return "the columns of a pair have tables of their own"
-    return "" if (one, other, abs(plus), minus) == (1.0, 1.0, 1.0, -plus) else _OTHER_WAY
+    return "" if (one, minus) == (other, -plus) else _OTHER_WAY
 
 
 # ------------------------------------------------------------------------------------------------------------------------ the op
@@ -300,13 +315,15 @@ def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
     """
     own = list(map(str, table.meta["val"].shape))
     batch, first, second, columns = map(str, shape)
-    if own[-1] not in (columns, str(shape[-1] // 2)):
+    if not own or own[-1] not in (columns, str(shape[-1] // 2)):
         return None
     if len(own) == 2 and own[0] in (first, second):
         # a table of two dims is aligned with the last two of x
         return (False, ((aten.unsqueeze.default, (0,)),)) if own[0] == second else None
     if len(own) == 3 and own[:2] == ["1", second]:
         return False, ()
+    if len(own) == 3 and own[:2] == [first, "1"]:
+        return True, ((aten.transpose.int, (0, 1)),)
     if len(own) != 4 or own[0] not in ("1", batch):
         return None
     if own[1] == "1" and own[2] == second:

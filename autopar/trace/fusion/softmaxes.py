@@ -85,8 +85,8 @@ def _without_mask(algebra: Algebra, term: Term) -> tuple[Term, Node | None, View
     if not isinstance(term, Sum) or len(term.summands) != 2 or term.constant:
         return term, None, ()
     for (scores, factor), (other, one) in (term.summands, term.summands[::-1]):
-        mask = algebra.value(other, widened=True)
-        if one == 1.0 and mask is not None and not mask.meta.get("grad"):
+        mask = algebra.value(algebra.product(((other, 1.0),), one), widened=True)
+        if mask is not None and not mask.meta.get("grad"):
             return algebra.product(((_uncast(scores), 1.0),), factor), mask, ()
     return term, None, ()
 

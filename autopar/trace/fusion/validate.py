@@ -155,7 +155,9 @@ def _subgraph(
     """The results of the replaced nodes on tensors by operand node (`given`). All casts are to
     `wide` unless that is None.
     """
-    values: dict[Node, Any] = dict(given) | {n: given[of] for n, of in match.copies.items()}
+    values: dict[Node, Any] = dict(given) | {
+        n: given[of] for n, of in match.copies.items() if of in given
+    }
     if match.apart is not None:  # what the product gives with its bias
         x, bias = (match.operands[name] for name in ("x", "bias"))
         values[x] = given[x] + given[bias]
@@ -171,6 +173,8 @@ def _subgraph(
             if op_name(node) == "aten::rms_norm":  # whose default follows the dtype
                 args, kwargs = args[:3], {"eps": match.attributes["eps"]}
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # an op
+        # of a result, such as the sum that a norm reads
+        values |= {copy: values[node] for copy, of in match.copies.items() if of is node}
     return [values[node] for node in match.results]
 
 

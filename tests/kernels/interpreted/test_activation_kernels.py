@@ -95,6 +95,53 @@ def test_large_values_are_finite(act):
     ).check()
 
 
+def not_finite() -> list[torch.Tensor]:
+    """Two tensors with every pair of NaN, infinities and usual numbers at one place."""
+    values = torch.tensor([float("nan"), float("inf"), float("-inf"), -2.0, 0.5, 2.0]).double()
+    return [each.reshape(1, -1) for each in torch.meshgrid(values, values, indexing="ij")]
+
+
+@checks(*KERNELS)
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("act", sorted(ACTS))
+def test_nan_and_infinity_go_where_they_go_unfused(act, limit):
+    """A maximum or minimum of Triton drops NaN, and a step that has diverged would look sound."""
+
+    def unfused(z, u):
+        z, u = (z, u) if limit is None else (z.clamp(max=limit), u.clamp(-limit, limit))
+        return ACTS[act](z) * u
+
+    for dtype in (torch.float32, torch.float64):  # fp64 has no kernel
+        found = []
+        for call in (lambda z, u: torch.ops.autopar.glu(z, u, act, 1.0, 0.0, limit), unfused):
+            inputs = [x.to(dtype).requires_grad_() for x in not_finite()]
+            out = call(*inputs)
+            found.append((out.detach(), *torch.autograd.grad(out.sum(), inputs)))
+        # torch's own gelu of an infinity is infinite or NaN, as it is vectorized or not
+        compared = inputs[0].isfinite() | inputs[0].isnan() | (act == "relu")
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours[compared], theirs[compared], equal_nan=True)
+
+
+@checks("bias_forward_kernel", "bias_backward_kernel")
+@pytest.mark.parametrize("act", sorted(ACTS))
+def test_nan_stays_after_a_bias(act):
+    for dtype in (torch.float32, torch.float64):
+        x, gradient = (each.to(dtype) for each in not_finite())
+        found = []
+        for call in (
+            lambda x, b: torch.ops.autopar.bias_activation(x, b, act),
+            lambda x, b: ACTS[act](x + b),
+        ):
+            inputs = [x.clone().requires_grad_(), torch.zeros(36, dtype=dtype).requires_grad_()]
+            out = call(*inputs)
+            found.append((out.detach(), *torch.autograd.grad(out, inputs, gradient)))
+        compared = x.isfinite() | x.isnan() | (act == "relu")
+        for ours, theirs in zip(*found, strict=True):
+            kept = compared.view(ours.shape)
+            torch.testing.assert_close(ours[kept], theirs[kept], equal_nan=True)
+
+
 @checks("glu_backward_kernel")
 def test_the_inputs_and_gradient_are_not_changed():
     """A second backward through the same saved tensors gives the same: recomputation may run it twice."""

@@ -131,6 +131,22 @@ def test_all_rows_ignored():
 
 
 @checks(*KERNELS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_target_that_is_no_class_gives_nan(weighted):
+    """torch asserts it on the device; no memory beyond the class weights is read."""
+    for dtype in (torch.float32, torch.float64):
+        x = numbers(0, 4, 20).to(dtype).requires_grad_()
+        weight = torch.rand(20, dtype=dtype) if weighted else None
+        target = torch.tensor([3, 20, -1, -100])
+        loss = torch.ops.autopar.cross_entropy(
+            x, target, weight, label_smoothing=0.1, reduction="none"
+        )
+        assert loss.isnan().tolist() == [False, True, True, False]
+        loss.sum().backward()
+        assert x.grad.isnan().all(1).tolist() == [False, True, True, False]
+
+
+@checks(*KERNELS)
 def test_large_and_masked_logits():
     """Logits of 1e4 overflow no exponential, and a masked class (-inf) has probability 0, whole blocks of them too."""
     x = numbers(0, 3, 300, scale=1e4).clamp(-6e4, 6e4)

@@ -123,3 +123,14 @@ def test_merge_of_rows_that_saw_no_key():
     out, level = torch.ops.autopar.merge_attention(first, seen, second, also)
     assert torch.equal(out[1], second[1]) and torch.equal(out[2], first[2])
     assert not out[3].any() and level[1:].tolist() == [2.0, 1.0, nothing]
+
+
+@checks("softmax_forward_kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # fp64 has no kernel
+def test_an_infinite_score_makes_its_row_nan(dtype):
+    """As in torch's softmax, which subtracts the largest score."""
+    scores = numbers(0, 3, 130).to(dtype)
+    scores[1, 5] = float("inf")
+    launched = torch.ops.autopar.softmax(scores.float())
+    for found in (launched, torch.ops.autopar.softmax(scores)):
+        torch.testing.assert_close(found, scores.to(found.dtype).softmax(-1), equal_nan=True)
