@@ -367,7 +367,8 @@ def cross_entropy(
             (NaN if all rows are ignored).
 
     Raises:
-        ValueError: the reduction is unknown, a shape does not fit, or the weight requires a gradient.
+        ValueError: the reduction is unknown, a shape does not fit, or the weight requires a
+            gradient.
     """
     statistics = _OPS.cross_entropy_local(
         logits.detach(), target, weight, 0, label_smoothing > 0, soft_cap

@@ -8,7 +8,9 @@
     function  silu(term), tanh(term) and their like, which have arguments in order
 
 x * x, x.square() and x ** 2 are one product; x.rsqrt(), x ** -0.5 and 1 / x.sqrt() are another.  Factors and summands have no order.
-A node whose term would forget an operand, such as x + 0 y or x y / y, is a leaf.  An operand that an op widens on its own is widened by a cast here.  Nothing moves across a cast, since rounding is part of what is computed.
+An operand that an op widens on its own is widened by a cast here.  Nothing moves across a cast,
+since rounding is part of what is computed.  A node whose term would forget an operand, such as
+x + 0 y or x y / y, is a leaf.
 Shapes are left out: code that matches a term compares the shapes of its nodes.
 
 Equal terms are one object, so that `is` compares them and a term is hashed in constant time.  Parts are in the order in which the algebra
