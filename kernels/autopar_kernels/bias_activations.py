@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.glu import ACTIVATIONS, block_of, through, value_and_slope
 from autopar_kernels.launching import (
@@ -23,6 +22,7 @@ from autopar_kernels.launching import (
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
+    once_differentiable,
     present,
     register_composite,
     register_pass,

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import divide_up, launch, runs_kernel, strides_of, tile_of
 from autopar_kernels.registration import (
     accumulation_dtype,
+    once_differentiable,
     register_composite,
     register_pass,
 )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import (
     Tile,
@@ -29,6 +28,7 @@ from autopar_kernels.launching import (
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
+    once_differentiable,
     present,
     register_composite,
     register_pass,

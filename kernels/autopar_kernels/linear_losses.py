@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import rows_of
-from autopar_kernels.losses import reduced
+from autopar_kernels.losses import check_constant, reduced
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
+    once_differentiable,
     present,
     register_composite,
     register_pass,
@@ -200,7 +200,11 @@ def linear_cross_entropy_merged(
         z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row.
         soft_cap: logits become cap tanh(logits / cap); None caps nothing.
         chunk: how many tokens' logits exist at a time.
+
+    Raises:
+        ValueError: the class weights require a gradient.
     """
+    check_constant(class_weight)
     attributes = (
         *(first, weight.shape[0] if classes is None else classes),
         *(ignore_index, label_smoothing, z_loss, soft_cap),
@@ -241,7 +245,8 @@ def linear_cross_entropy(
         reduction: as `autopar::cross_entropy`'s.
 
     Raises:
-        ValueError: the reduction is unknown, chunk is less than 1, or a shape does not fit.
+        ValueError: the reduction is unknown, chunk is less than 1, a shape does not fit, or
+            class_weight requires a gradient.
     """
     if chunk < 1:
         raise ValueError(f"chunk={chunk} tokens; use 1 or more")

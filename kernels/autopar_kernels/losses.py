@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import divide_up, launch, rows_of, runs_kernel, tile_of
-from autopar_kernels.registration import accumulation_dtype, register_composite, register_pass
+from autopar_kernels.registration import (
+    accumulation_dtype,
+    once_differentiable,
+    register_composite,
+    register_pass,
+)
 
 _OPS = torch.ops.autopar
 REDUCTIONS = ("none", "sum", "mean")
@@ -271,6 +275,14 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
+def check_constant(weight: Tensor | None) -> None:
+    """Raise ValueError if class weights need a gradient, which torch's cross-entropy does not have
+    either.
+    """
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("class weights of a cross-entropy are constant: detach them")
+
+
 def cross_entropy_merged(
     logits: Tensor,
     target: Tensor,
@@ -302,7 +314,11 @@ def cross_entropy_merged(
         label_smoothing: as F.cross_entropy's.
         z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row.
         soft_cap: logits become cap tanh(logits / cap); None caps nothing.
+
+    Raises:
+        ValueError: the class weights require a gradient.
     """
+    check_constant(weight)
     attributes = (
         *(first, logits.shape[-1] if classes is None else classes),
         *(ignore_index, label_smoothing, z_loss, soft_cap),
@@ -351,7 +367,8 @@ def cross_entropy(
             (NaN if all rows are ignored).
 
     Raises:
-        ValueError: the reduction is unknown or a shape does not fit.
+        ValueError: the reduction is unknown, a shape does not fit, or the weight requires a
+            gradient.
     """
     statistics = _OPS.cross_entropy_local(
         logits.detach(), target, weight, 0, label_smoothing > 0, soft_cap

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import autopar_kernels.norm_passes  # noqa: F401 (registers the passes)
-from autopar_kernels.registration import present, register_composite
+from autopar_kernels.registration import once_differentiable, present, register_composite
 
 _OPS = torch.ops.autopar
 

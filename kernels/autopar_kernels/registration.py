@@ -7,6 +7,7 @@ chooses between its Triton kernel and its ATen reference, and a second function 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,32 @@ def register_composite(schema: str, run: Callable[..., Any]) -> None:
     """
     _library.define(schema)
     _library.impl(schema.split("(", 1)[0], run, "CompositeImplicitAutograd")
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` of an `autograd.Function`, whose gradients raise RuntimeError where they are
+    differentiated again.
+
+    torch's own decorator lets a second derivative pass as zero, unless the gradient of the result
+    needs one itself.
+    """
+    advice = "a loss that differentiates gradients needs fuse=off"
+    message = f"{backward.__module__} has no second derivative: {advice}"
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        # with create_graph: what the gradients depend on
+        read = (*gradients, *ctx.saved_tensors) if torch.is_grad_enabled() else ()
+        read = tuple(each for each in read if each is not None and each.requires_grad)
+        if not read:
+            return found
+        outputs = found if isinstance(found, tuple) else (found,)
+        fails = torch._C._functions.DelayedError(message.encode(), len(outputs) + len(read))
+        return fails(*outputs, *read)[: len(outputs)]
+
+    return run
 
 
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import divide_up, launch, power_of_2, runs_kernel
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
+    once_differentiable,
     register_composite,
     register_pass,
 )

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import divide_up, launch, power_of_2, runs_kernel
-from autopar_kernels.registration import accumulation_dtype, register_composite, register_pass
+from autopar_kernels.registration import (
+    accumulation_dtype,
+    once_differentiable,
+    register_composite,
+    register_pass,
+)
 
 FEW = 16
 """The most parts that one thread adds up; more are shared among the threads of a program."""

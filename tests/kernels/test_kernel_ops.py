@@ -30,6 +30,37 @@ def test_gradients_of_the_reference(case: OpCase):
     torch.autograd.gradcheck(call, [arguments[i] for i in places])
 
 
+LINEAR = {"rotary", "rotary_single", "sum_partials", "permute_rows"}
+"""Their gradients do not depend on what they are gradients of."""
+
+
+@pytest.mark.parametrize("case", {c.op: c for c in CASES if c.differentiable}.values(), ids=str)
+def test_a_second_derivative_is_refused_and_no_zero(case: OpCase):
+    arguments = case.arguments(torch.float64)
+    inputs = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    found = case.op(*arguments)
+    outputs = [found] if isinstance(found, torch.Tensor) else list(found)
+    outputs = [each for each in outputs if each.requires_grad]
+    gradients = torch.autograd.grad(
+        outputs, inputs, [o.detach() for o in outputs], create_graph=True
+    )
+    second = sum((each.square().sum() for each in gradients), torch.zeros(()))
+    if case.op.__name__.split(".")[0] in LINEAR:
+        assert not second.requires_grad
+    else:
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            torch.autograd.grad(second, inputs)
+
+
+def test_class_weights_are_constant():
+    logits, target = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 3])
+    weight = torch.rand(4, requires_grad=True)
+    with pytest.raises(ValueError, match="class weights of a cross-entropy are constant"):
+        torch.ops.autopar.cross_entropy(logits, target, weight)
+    with pytest.raises(ValueError, match="class weights of a cross-entropy are constant"):
+        torch.ops.autopar.linear_cross_entropy(logits, torch.rand(4, 4), target, weight)
+
+
 @pytest.mark.parametrize("case", {c.op: c for c in CASES if c.differentiable}.values(), ids=str)
 def test_compiles_without_a_graph_break(case: OpCase):
     torch._dynamo.reset()

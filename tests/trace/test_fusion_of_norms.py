@@ -153,12 +153,17 @@ def negative(x, w, v):
     return x * (x.pow(2).mean(-1, keepdim=True) - EPS).rsqrt() * w
 
 
+def learned(x, w, v):
+    return x * (x.pow(2).mean(-1, keepdim=True) + v.abs().sum()).rsqrt() * w
+
+
 NEAR = {
     to_another_power: "raised to -0.45",
     of_a_cube: "of no square",
     of_another_square: "not what is squared",
     scaled_besides: "scaled by 1.01",
     negative: "may be negative",
+    learned: "is no number",
 }
 
 
@@ -251,13 +256,29 @@ def test_a_sum_that_is_written_twice_is_the_same_sum(body):
     assert op.op in ("autopar::add_rms_norm", "autopar::add_layer_norm")
 
 
-def test_what_reads_more_than_the_op_stays():
-    def switched_off(x, w, v):
-        eps = EPS + 0 * v.abs().sum()
-        return w * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+def plain(x, w, v):
+    return w * x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
 
-    model = fused_from(switched_off)
-    assert not model.fusion.fused and "reads v besides" in model.fusion.missed[0].reason
+
+FORGETFUL = {
+    "in eps": lambda x, w, v: (
+        plain(x, w, v) - (0 * v.sum() + x.square().mean(-1, keepdim=True)).rsqrt() * x
+    ),
+    "in the weight": lambda x, w, v: plain(x, w + 0 * v, v),
+    "in what is normalised": lambda x, w, v: plain(x + 0 * v.sum(), w, v),
+    "added and taken away": lambda x, w, v: plain(x + v - v, w, v),
+    "multiplied and divided": lambda x, w, v: plain(x, w * v / v, v),
+    "to the power of 0": lambda x, w, v: plain(x, w, v) * v**0,
+}
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_a_parameter_without_effect_is_still_read(name):
+    """It has a gradient of 0, decays, and passes NaN on."""
+    model = fused_from(FORGETFUL[name])
+    for block in model.classes:
+        read = {node.target for node in block.graph.nodes if node.op == "get_attr"}
+        assert read == set(block.slots)
 
 
 @pytest.mark.parametrize(

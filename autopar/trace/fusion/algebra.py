@@ -8,7 +8,9 @@
     function  silu(term), tanh(term) and their like, which have arguments in order
 
 x * x, x.square() and x ** 2 are one product; x.rsqrt(), x ** -0.5 and 1 / x.sqrt() are another.  Factors and summands have no order.
-An operand that an op widens on its own is widened by a cast here.  Nothing moves across a cast, since rounding is part of what is computed.
+An operand that an op widens on its own is widened by a cast here.  Nothing moves across a cast,
+since rounding is part of what is computed.  A node whose term would forget an operand, such as
+x + 0 y or x y / y, is a leaf.
 Shapes are left out: code that matches a term compares the shapes of its nodes.
 
 Equal terms are one object, so that `is` compares them and a term is hashed in constant time.  Parts are in the order in which the algebra
@@ -95,6 +97,7 @@ class Algebra:
         self.nodes: dict[Term, Node] = {}
         self._known: dict[tuple, Term] = {}
         self._numbers: dict[Term, int] = {}
+        self._forgot = False
         for node in graph.nodes:
             if is_floating(node):
                 term = self._of(node)
@@ -197,16 +200,20 @@ class Algebra:
 
     def _ordered(self, parts: Mapping[Term, float]) -> tuple[tuple[Term, float], ...]:
         """(term, number) of the parts whose number is not 0, in the order in which their terms were
-        met.
+        met. Notes if there are others.
         """
         present = [(term, number) for term, number in parts.items() if number]
+        self._forgot |= len(present) < len(parts)
         return tuple(sorted(present, key=lambda part: self._numbers[part[0]]))
 
     # ------------------------------------------------------------------------------------------------------- from nodes to terms
 
     def _of(self, node: Node) -> Term:
         rule = _RULES.get(op_name(node).removeprefix("aten::"))
+        self._forgot = False
         found = rule(self, node) if rule is not None else None
+        if self._forgot:  # 0 v passes NaN on, and gives a parameter v its gradient, which is 0
+            return self.leaf(node)
         parts: tuple = getattr(found, "factors", ()) or getattr(found, "summands", ())
         return self.leaf(node) if found is None or len(parts) > _MOST_PARTS else found
 

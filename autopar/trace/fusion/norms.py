@@ -151,8 +151,12 @@ def _scaled(
     """
     if not isinstance(term, Product) or len(term.factors) < 2:
         return None
+    unlike: _Unlike | None = None
     for factor, exponent in term.factors:
         mean, eps = _mean_and_constant(factor)
+        if exponent == -0.5 and mean is None and _adds_to_a_mean(factor):
+            reason = "what is added to the mean of squares is no number"
+            unlike = _Unlike(algebra.power(factor, exponent), reason)
         if mean is None or exponent.is_integer() or exponent > 0:
             continue
         root = algebra.power(factor, exponent)
@@ -168,7 +172,12 @@ def _scaled(
         if not divided.isdisjoint(algebra.factors(x)):
             return _Unlike(root, "what is normalised is not what is squared")
         return _Core(x, eps, root, inside, outside, rounded)
-    return None
+    return unlike
+
+
+def _adds_to_a_mean(term: Term) -> bool:
+    """Whether a term is the sum of a mean and other terms."""
+    return isinstance(term, Sum) and any(isinstance(each, Mean) for each, _ in term.summands)
 
 
 def _mean_and_constant(term: Term) -> tuple[Mean | None, float]:
