@@ -55,13 +55,18 @@ class Assignments(Conditions):
         known, it stands in its place too.
         """
         old = self.script.variables.get(name, ())
-        values = list(old) if isinstance(old, tuple) else [old]
-        if index.isdigit() and int(index) <= len(values) and not self.unsure:
+        values, others = list(old) if isinstance(old, tuple) else [old], unknown(f"${{{name}[@]}}")
+        if (
+            index.isdigit()
+            and int(index) <= len(values)
+            and not self.unsure
+            and others not in values
+        ):
             text = value if isinstance(value, str) else ""
             values[int(index) : int(index) + 1] = [text]
             self.script.variables[name] = tuple(values)
         else:  # the others are not known in order
-            self.script.variables[name] = (unknown(f"${{{name}[@]}}"),)
+            self.script.variables[name] = (others,)
         return f"{name}[{index}]"
 
     def declares(self, words: Sequence[Word]) -> None:
@@ -139,7 +144,7 @@ class Assignments(Conditions):
             )
         elif old is None:
             self.script.variables[name] = value
-        if old is not None and old != value:
+        if old is not None and (adds or old != value):
             words = " ".join(value) if isinstance(value, tuple) else value
             verb = "adds" if adds else "sets"
             self.script.note(

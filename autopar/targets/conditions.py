@@ -52,6 +52,8 @@ class Conditions(Expansion):
             truth = self._is_not_zero(words[-1])
         elif words in (["true"], ["false"], [":"]):
             truth = words != ["false"]
+        elif self._is_split(node):
+            truth = None
         elif self.is_test(node):
             if words[0] == "[[":
                 patterns = [self.pattern(word) for word in node.words[turned + 1 :]]
@@ -60,6 +62,12 @@ class Conditions(Expansion):
         else:
             truth = None
         return truth if truth is None or not turned else not truth
+
+    def _is_split(self, node: Command) -> bool:
+        """Whether `[` takes a list such as `"$@"` that is not one word."""
+        lists = [word for word in node.words if word[0].kind == "variable" or len(word) > 1]
+        lists = [word for word in lists if any("@" in part.text for part in word)]
+        return self.is_test(node) and any(len(self.fields(word)) != 1 for word in lists)
 
     def text_in_test(self, word: Word) -> str:
         """A word expanded for a test. An argument that certainly is not given is '' there."""

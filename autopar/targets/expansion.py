@@ -280,7 +280,9 @@ class Expansion:
 
     def _trimmed(self, values: tuple[str, ...], name: str, change: str) -> tuple[str, ...]:
         if not all(map(is_known, values)):
-            return values
+            parts = (part for value in values for part in re.split(f"({OPEN}|{CLOSE})", value))
+            alone = len(values) == 1 and sum(map(bool, parts)) == 3
+            return values if alone else (unknown(f"${{{name}{change}}}"),)
         if change in ("^^", ",,"):
             return tuple(v.upper() if change == "^^" else v.lower() for v in values)
         if part := _SLICE.fullmatch(change):

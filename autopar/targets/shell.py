@@ -279,10 +279,14 @@ class _Reader(ScriptFiles):
         if not is_known(subject):
             self._unsurely(body for _, body in node.branches[1:])
             return
-        for patterns, body in node.branches[1:]:
-            command = patterns[0] if patterns else None
+        for number, (condition, body) in enumerate(node.branches[1:], 1):
+            command = condition[0] if condition else None
             choices = command.words if isinstance(command, Command) else ()
-            if any(fnmatchcase(subject, self.pattern(choice)) for choice in choices):
+            patterns = [self.pattern(choice) for choice in choices]
+            if not all(map(is_known, patterns)):
+                self._unsurely(body for _, body in node.branches[number:])
+                return
+            if any(fnmatchcase(subject, pattern) for pattern in patterns):
                 self._run(body)
                 return
 
