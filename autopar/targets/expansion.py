@@ -26,6 +26,8 @@ MOST_WORDS = 100_000
 Value = str | tuple[str, ...]
 MOST_EXPANDED = 30_000_000
 """The most characters of all expanded values of a script."""
+MOST_BRACES = 8
+"""The most lists such as `{1..4}` of a word that are expanded."""
 MOST_TRIMMED = 10_000
 """The longest value of which a pattern is taken away."""
 _CAT = re.compile(r"\s*cat\s+<<-?\s*(['\"]?)(\w+)\1[^\S\n]*\n(.*)", re.DOTALL)
@@ -147,7 +149,13 @@ class Expansion:
                 texts = (part.text[: braces.start()] + piece + part.text[braces.end() :]
                          for piece in _alternatives(braces))  # fmt: skip
                 words = ((*word[:at], Part("text", text, False), *word[at + 1 :]) for text in texts)
-                return [field for word in words for field in self.fields(word)]
+                if part.text.count("{") > MOST_BRACES:
+                    return [unknown(part.text[:60])]
+                listed: list[str] = []
+                for alternative in words:
+                    listed += self.fields(alternative)
+                    bounded("", len(listed))
+                return listed
         found: list[str] = []
         current: str | None = None
         gone = False  # `"$@"` without arguments is no word
