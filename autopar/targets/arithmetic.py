@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_TOKEN = re.compile(r"\s*(\*\*|<<|>>|<=|>=|==|!=|&&|\|\||\d+|[A-Za-z_]\w*|[-+*/%()<>?:!])")
+_TOKEN = re.compile(
+    r"\s*(\*\*|<<|>>|<=|>=|==|!=|&&|\|\||0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|[-+*/%()<>?:!])"
+)
 _LEVELS = (
     ("||",),
     ("&&",),
@@ -97,14 +99,23 @@ class _Parser:
             return value
         token = self.tokens[self.at]
         self.at += 1
-        if token.isdigit():
-            return _bounded(int(token))
+        if token[0].isdigit():
+            return _bounded(_number(token))
         if not re.fullmatch(r"[A-Za-z_]\w*", token):
             raise NotANumber(token)
         text = self.value_of(token).strip()
-        if not re.fullmatch(r"[+-]?\d{1,18}", text):
+        found = re.fullmatch(r"([+-]?)(0[xX][0-9a-fA-F]{1,15}|\d{1,18})", text)
+        if found is None:
             raise NotANumber(f"{token} is {text!r}")
-        return int(text)
+        return -_number(found[2]) if found[1] == "-" else _number(found[2])
+
+
+def _number(text: str) -> int:
+    """A number as shells write it: 010 is 8, and 0x10 is 16."""
+    try:
+        return int(text, 16 if text[1:2] in ("x", "X") else 8 if text[0] == "0" else 10)
+    except ValueError:
+        raise NotANumber(f"{text} is no number of base 8") from None
 
 
 def _apply(operator: str, a: int, b: int) -> int:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, evaluate
 from autopar.targets.expansion import Expansion, is_known, shown_value
 from autopar.targets.shell_commands import Command, Node
+from autopar.targets.shell_words import CLOSE, OPEN, Word
+
+_OUTSIDE = re.compile(rf"(?:{OPEN}\$\{{?(?:\w+|[@*])\}}?{CLOSE})+")
+"""Nothing but variables and arguments that come from outside of the script."""
+_ORDER = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+_JOINED = (("||", True), ("-o", True), ("&&", False), ("-a", False))
+"""Operators between tests, loosest first, and the truth of one side that decides."""
 
 
 class Conditions(Expansion):
@@ -19,58 +27,118 @@ class Conditions(Expansion):
         connector = ";"
         for node in nodes:
             value = self.test(node) if isinstance(node, Command) else None
-            if connector == "&&":
-                both = (truth, value)
-                truth = False if False in both else None if None in both else True
-            elif connector == "||":
-                either = (truth, value)
-                truth = True if True in either else None if None in either else False
-            else:
-                truth = value
+            joined = connector in ("&&", "||")
+            truth = _either(truth, value, connector == "||") if joined else value
             connector = node.end if isinstance(node, Command) else ";"
         return truth
 
     @staticmethod
     def is_test(node: Command) -> bool:
-        """Whether a command is a test."""
-        first = node.words[0] if node.words else ()
-        return len(first) == 1 and first[0].text in ("[", "[[", "test")
+        """Whether a command is a test or a sum."""
+        words = [word[0].text for word in node.words if len(word) == 1]
+        return (words[1:] if words[:1] == ["!"] else words)[:1] in (
+            ["["],
+            ["[["],
+            ["test"],
+            ["let"],
+        )
 
     def test(self, node: Command) -> bool | None:
         """Whether a command such as `[ $A = 1 ]` succeeds; None if the file does not tell."""
-        words = [self.text(word) for word in node.words]
-        words = words[1:] if words and words[0] in ("[", "[[", "test") else words
-        words = words[:-1] if words and words[-1] in ("]", "]]") else words
-        if words and words[0] == "!":
-            inner = self._compare(words[1:])
-            return None if inner is None else not inner
-        return self._compare(words)
+        words, patterns = [self.text_in_test(word) for word in node.words], list[str]()
+        turned = words[:1] == ["!"]
+        words = words[1:] if turned else words
+        if words[:1] == ["let"]:
+            truth = self._is_not_zero(words[-1])
+        elif words in (["true"], ["false"], [":"]):
+            truth = words != ["false"]
+        elif self._is_split(node):
+            truth = None
+        elif self.is_test(node):
+            if words[0] == "[[":
+                patterns = [self.pattern(word) for word in node.words[turned + 1 :]]
+            words = words[1:-1] if words[-1] in ("]", "]]") else words[1:]
+            truth = self._any(words, patterns or [_literal(word) for word in words])
+        else:
+            truth = None
+        return truth if truth is None or not turned else not truth
 
-    def _compare(self, words: list[str]) -> bool | None:
-        if words in (["true"], ["false"], [":"]):
-            return words != ["false"]
-        if len(words) == 2 and words[0] in ("-z", "-n"):
-            return self._is_empty(words[1]) == (words[0] == "-z")
-        if len(words) == 3 and not words[2] and words[1] in ("=", "==", "!="):
-            return self._is_empty(words[0]) != (words[1] == "!=")
-        if len(words) != 3 or not (is_known(words[0]) and is_known(words[2])):
+    def _is_split(self, node: Command) -> bool:
+        """Whether `[` takes a list such as `"$@"` that is not one word."""
+        lists = [word for word in node.words if word[0].kind == "variable" or len(word) > 1]
+        lists = [word for word in lists if any("@" in part.text for part in word)]
+        return self.is_test(node) and any(len(self.fields(word)) != 1 for word in lists)
+
+    def text_in_test(self, word: Word) -> str:
+        """A word expanded for a test. An argument that certainly is not given is '' there."""
+        name = word[0].text if len(word) == 1 and word[0].kind == "variable" else ""
+        given = self.arguments
+        if given is not None and re.fullmatch(r"[0-9]{1,6}", name) and int(name) > len(given):
+            return ""
+        return self.text(word)
+
+    def pattern(self, word: Word) -> str:
+        """A word as a pattern: what is quoted means itself."""
+        texts = [(self.text((part,)), part.quoted) for part in word]
+        return "".join(
+            _literal(text) if quoted else text.replace("[^", "[!") for text, quoted in texts
+        )
+
+    def _is_not_zero(self, text: str) -> bool | None:
+        try:
+            return evaluate(text, self.script.text_of) != 0
+        except NotANumber:
+            return None
+
+    def _any(self, words: list[str], patterns: list[str]) -> bool | None:
+        """Whether tests that are joined hold. `patterns` are the words as patterns."""
+        for operator, deciding in _JOINED:
+            if operator in words[1:-1]:
+                at = words.index(operator, 1)
+                left = self._any(words[:at], patterns[:at])
+                return _either(left, self._any(words[at + 1 :], patterns[at + 1 :]), deciding)
+        if words[:1] == ["!"] and len(words) > 1:
+            inner = self._any(words[1:], patterns[1:])
+            return None if inner is None else not inner
+        return self._compare(words, patterns)
+
+    def _compare(self, words: list[str], patterns: list[str]) -> bool | None:
+        empty: bool | None
+        if len(words) == 1 or (len(words) == 2 and words[0] in ("-z", "-n")):
+            empty = self._is_empty(words[-1])
+            return None if empty is None else empty == (words[0] == "-z" and len(words) == 2)
+        if len(words) != 3:
             return None
         a, operator, b = words
-        if operator in ("=", "=="):
-            return fnmatchcase(a, b)
-        if operator == "!=":
-            return not fnmatchcase(a, b)
-        order = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-        if operator in order:
-            try:
-                return bool(evaluate(f"{a} {order[operator]} {b}", self.script.text_of))
-            except NotANumber:
-                return None
-        return None
+        if operator in ("=", "==", "!="):
+            same = fnmatchcase(a, patterns[2]) if is_known(a) and is_known(b) else None
+            same = same if b else self._is_empty(a)
+            return None if same is None else same != (operator == "!=")
+        if operator not in _ORDER or not (is_known(a) and is_known(b)):
+            return None
+        try:
+            return bool(evaluate(f"({a}) {_ORDER[operator]} ({b})", self.script.text_of))
+        except NotANumber:
+            return None
 
-    def _is_empty(self, text: str) -> bool:
-        """Whether a text is empty. What comes from outside of the script is taken to be unset."""
+    def _is_empty(self, text: str) -> bool | None:
+        """Whether a text is empty; None if the file does not tell. What comes from outside of the
+        script is taken to be unset.
+        """
         if is_known(text):
             return not text
+        if not _OUTSIDE.fullmatch(text):
+            return False if re.sub(f"{OPEN}[^{CLOSE}]*{CLOSE}", "", text) else None
         self.script.note(f"{shown_value(text)} is taken to be unset")
         return True
+
+
+def _either(left: bool | None, right: bool | None, deciding: bool) -> bool | None:
+    """Whether one of two tests holds if `deciding`, or whether both do; None if it is not known."""
+    if deciding in (left, right):
+        return deciding
+    return None if None in (left, right) else not deciding
+
+
+def _literal(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)

@@ -24,8 +24,18 @@ from autopar.targets.shell_words import (
 MOST_WORDS = 100_000
 """The most words of an expanded value."""
 Value = str | tuple[str, ...]
-_CAT = re.compile(r"\s*cat\s+<<-?\s*(['\"]?)(\w+)\1[^\S\n]*\n(.*?)\n?\t*\2\s*", re.DOTALL)
+MOST_EXPANDED = 30_000_000
+"""The most characters of all expanded values of a script."""
+MOST_BRACES = 8
+"""The most lists such as `{1..4}` of a word that are expanded."""
+MOST_TRIMMED = 10_000
+"""The longest value of which a pattern is taken away."""
+_CAT = re.compile(r"\s*cat\s+<<-?\s*(['\"]?)(\w+)\1[^\S\n]*\n(.*)", re.DOTALL)
 """A command substitution that is a here-document."""
+
+
+_SEPARATE = re.compile(r"(@|[A-Za-z_]\w*\[@\])")
+"""An expansion that stays several words between double quotes."""
 
 
 def unknown(what: str) -> str:
@@ -50,6 +60,7 @@ class Script:
     Attributes:
         commands: each command as its expanded words, with the operator behind it.
         variables: the last value of each variable.
+        environment: what variables are for single programs, as in `NAME=4 torchrun`.
         notes: what was assumed, one sentence each.
         unread: files that the script reads with `source` and that are not there.
         files: the text of each file that the script writes from a here-document, by its name.
@@ -58,6 +69,7 @@ class Script:
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
+    environment: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -89,6 +101,13 @@ class Script:
             return unknown(f"${name}")
         return value if isinstance(value, str) else (value[0] if value else "")
 
+    def exported(self, name: str) -> str | None:
+        """What a program finds in its environment; None if the script sets nothing there."""
+        value = self.environment.get(name)
+        if isinstance(value, str):
+            return value
+        return self.text_of(name) if name in self.variables else None
+
 
 def bounded(text: str, words: int = 0) -> str:
     """The text. Raises AutoparError if a value has more characters or words than any script needs."""
@@ -107,48 +126,75 @@ class Expansion:
         self.arguments: tuple[str, ...] | None = None  # of the function or script that runs
         # variables that certainly have no value, unless one is assigned
         self.empty: set[str] = set()
+        self.expanded = 0  # characters, of all values
         self.unsure = 0  # how many conditions around the command the file does not tell
 
     def text(self, word: Word) -> str:
         """A word expanded without splitting. Raises AutoparError if it is too long."""
-        return bounded("".join(" ".join(self._part(part)) for part in word))
+        return self._counted("".join(" ".join(self._part(part)) for part in word))
+
+    def _counted(self, text: str) -> str:
+        """The text. Raises AutoparError if it, or all values together, are too long."""
+        self.expanded += len(text)
+        if self.expanded > MOST_EXPANDED:
+            raise AutoparError(
+                f"the values of the script have more than {MOST_EXPANDED:,} characters"
+            )
+        return bounded(text)
 
     def fields(self, word: Word) -> list[str]:
         """A word expanded and split as the shell splits it. Raises AutoparError if it is too long."""
+        for at, part in enumerate(word):
+            if part.kind == "text" and not part.quoted and (braces := _BRACES.search(part.text)):
+                texts = (part.text[: braces.start()] + piece + part.text[braces.end() :]
+                         for piece in _alternatives(braces))  # fmt: skip
+                words = ((*word[:at], Part("text", text, False), *word[at + 1 :]) for text in texts)
+                if part.text.count("{") > MOST_BRACES:
+                    return [unknown(part.text[:60])]
+                listed: list[str] = []
+                for alternative in words:
+                    listed += self.fields(alternative)
+                    bounded("", len(listed))
+                return listed
         found: list[str] = []
         current: str | None = None
+        gone = False  # `"$@"` without arguments is no word
         for part in word:
             if part.kind == "text":
                 current = (current or "") + part.text
                 continue
             values = self._part(part)
-            if (
-                part.kind == "variable"
-                and re.search(r"\[[@*]\]$|^[@*]$", part.text)
-                and part.quoted
-            ):
+            for value in values:
+                self._counted(value)
+            if part.kind == "variable" and part.quoted and _SEPARATE.match(part.text):
                 pieces = list(values)
+                gone = gone or not pieces
             elif part.quoted:
                 pieces = [" ".join(values)]
             else:
-                pieces = [piece for value in values for piece in _split(value)]
+                pieces = [piece for value in values for piece in self._split(value)]
             for number, piece in enumerate(pieces):
                 if number:
                     found.append(current or "")
                     current = None
                 current = (current or "") + piece
             bounded(current or "", len(found))
-        return found if current is None else [*found, current]
+        return found if current is None or (gone and not current) else [*found, current]
+
+    def _split(self, value: str) -> list[str]:
+        """The words of an expanded value. Descriptions of unknown values are not split."""
+        blanks = re.escape(self.script.text_of("IFS")) if "IFS" in self.script.variables else r"\s"
+        inside = f"[^{blanks}]" if blanks else r"[\s\S]"
+        return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|{inside})+", value)
 
     def _part(self, part: Part) -> tuple[str, ...]:
         if part.kind == "text":
             return (part.text,)
         if part.kind == "place":
             return (unknown(part.text),)
-        if part.kind == "command" and (document := _CAT.fullmatch(part.text)):
-            literal = bool(document[1])
-            text = document[3] if literal else self.text(document_word(document[3]))
-            return (text.strip("\n"),)
+        if part.kind == "command" and (document := _document(part.text)) is not None:
+            literal, text = document
+            return ((text if literal else self.text(document_word(text))).strip("\n"),)
         if part.kind == "command":
             return (unknown(f"$({part.text.strip()[:60]})"),)
         if part.kind == "sum":
@@ -166,17 +212,25 @@ class Expansion:
         )
         if found is None:
             return (unknown(f"${{{text}}}"),)
+        name, index, change = found[2], found[3], found[4]
         if found[1]:
-            value = self.script.variables.get(found[2])
-            if found[1] == "#" and value is not None and all(map(is_known, value)):
-                return (str(len(value)),)
-            return (unknown(f"${{{text}}}"),)
-        values = self._values(found[2], found[3])
-        return (
-            self._changed(values, found[2], found[4])
-            if found[4]
-            else values or self._unset(found[2])
-        )
+            values = self._values(name, index)
+            if values is None or not all(map(is_known, values)):
+                return (unknown(f"${{{text}}}"),)
+            if found[1] == "#":
+                is_list = name in "@*" or index in ("@", "*")
+                return (str(len(values) if is_list else len(values[0])),)
+            if index or change or not re.fullmatch(r"[A-Za-z_]\w*|[0-9]+", values[0]):
+                return (unknown(f"${{{text}}}"),)
+            return self._variable(values[0])
+        values = self._values(name, index)
+        is_list = name in "@*" or index in ("@", "*")
+        part = _SLICE.fullmatch(change) if is_list and values is not None else None
+        if part and values is not None:
+            return _sliced(values, part, 1 if name in "@*" else 0)
+        if change:
+            return self._changed(values, name, change)
+        return self._unset(name) if values is None else values
 
     def _values(self, name: str, index: str | None) -> tuple[str, ...] | None:
         """The values of a variable, or None if it is not set here."""
@@ -189,14 +243,18 @@ class Expansion:
             number = int(name)
             inside = arguments is not None and 1 <= number <= len(arguments)
             return (arguments[number - 1],) if arguments is not None and inside else None
-        value = self.script.variables.get(name)
+        value = self.script.variables.get(name, () if index else None)
         if value is None:
             return None
         values = value if isinstance(value, tuple) else (value,)
         if index is None or index in "@*":
             return values if index is not None else (values[0] if values else "",)
         at = self.text(parse_text(index))
-        return (values[int(at)],) if at.isdigit() and int(at) < len(values) else None
+        kept = self.script.variables.get(f"{name}[{at}]")
+        if isinstance(kept, str):
+            return (kept,)
+        number = int(at) if re.fullmatch(r"-?\d{1,9}", at) else len(values)
+        return (values[number],) if -len(values) <= number < len(values) else None
 
     def _unset(self, name: str) -> tuple[str, ...]:
         if name in ("@", "*"):
@@ -230,23 +288,68 @@ class Expansion:
 
     def _trimmed(self, values: tuple[str, ...], name: str, change: str) -> tuple[str, ...]:
         if not all(map(is_known, values)):
-            return values
+            parts = (part for value in values for part in re.split(f"({OPEN}|{CLOSE})", value))
+            alone = len(values) == 1 and sum(map(bool, parts)) == 3
+            return values if alone else (unknown(f"${{{name}{change}}}"),)
         if change in ("^^", ",,"):
             return tuple(v.upper() if change == "^^" else v.lower() for v in values)
-        if part := re.fullmatch(r":(\d+)(?::(\d+))?", change):
-            end = int(part[1]) + int(part[2]) if part[2] else None
-            return tuple(value[int(part[1]) : end] for value in values)
+        if part := _SLICE.fullmatch(change):
+            return tuple("".join(_sliced(tuple(value), part, 0)) for value in values)
+        if part := re.fullmatch(r"/([#%])([^/*?\[\\$`\"']+)/(.*)", change):
+            ends = part[1] == "%"
+            return tuple(_replaced(value, part[2], part[3], ends) for value in values)
         if part := re.fullmatch(r"(//?)([^/*?\[]+)/(.*)", change):
             count = -1 if part[1] == "//" else 1
             return tuple(value.replace(part[2], part[3], count) for value in values)
-        if part := re.fullmatch(r"(##?|%%?)(.+)", change):
+        short = all(len(value) <= MOST_TRIMMED for value in values)
+        if short and (part := re.fullmatch(r"(##?|%%?)(.+)", change)):
             return tuple(_without(value, part[1], part[2]) for value in values)
         return (unknown(f"${{{name}{change}}}"),)
 
 
-def _split(value: str) -> list[str]:
-    """The words of an expanded value. Descriptions of unknown values are not split."""
-    return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s])+", value)
+_SLICE = re.compile(r":\s*(\d{1,9}|(?<=\s)-\d{1,9})(?:\s*:\s*(-?\d{1,9}))?")
+"""The part of a text or an array that `${NAME:2:3}` takes."""
+
+
+def _sliced(values: tuple[str, ...], part: re.Match[str], first: int) -> tuple[str, ...]:
+    """A part of a list whose first element has the number `first`."""
+    start = int(part[1])
+    start = len(values) + start if start < 0 else max(start - first, 0)
+    if start < 0:
+        return ()
+    count = int(part[2]) if part[2] else len(values)
+    return values[start : start + count] if count >= 0 else values[start : len(values) + count]
+
+
+def _replaced(value: str, old: str, new: str, at_end: bool) -> str:
+    """A text whose beginning or end `old` is `new` instead."""
+    if at_end:
+        return value.removesuffix(old) + new if value.endswith(old) else value
+    return new + value.removeprefix(old) if value.startswith(old) else value
+
+
+def _document(command: str) -> tuple[bool, str] | None:
+    """(whether it is literal, the text) of a command substitution that is a here-document, or
+    None.
+    """
+    found = _CAT.fullmatch(command)
+    text, _, last = (found[3] if found else "").rstrip().rpartition("\n")
+    if found is None or last.strip("\t") != found[2]:
+        return None
+    return bool(found[1]), text
+
+
+_BRACES = re.compile(r"\{(\d{1,3})\.\.(\d{1,3})\}|\{([^{}$]*,[^{}$]*)\}")
+
+
+def _alternatives(braces: re.Match[str]) -> list[str]:
+    """The texts that `{1..4}` or `{a,b}` stands for."""
+    if braces[3] is not None:
+        return braces[3].split(",")
+    first, last = int(braces[1]), int(braces[2])
+    width = len(braces[1]) if "0" in (braces[1][:1], braces[2][:1]) else 0
+    step = 1 if first <= last else -1
+    return [str(number).zfill(width) for number in range(first, last + step, step)]
 
 
 def _without(value: str, side: str, pattern: str) -> str:

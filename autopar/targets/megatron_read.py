@@ -53,7 +53,9 @@ def read_megatron(source: Source) -> Job:
     AutoparError if the text has no job of Megatron-LM.
     """
     dump = re.findall(
-        r"^[^\S\n]*(?:\[[^\]\n]*\]:?|\d+:)?[^\S\n]*(\w+) \.{2,} (.*)$", source.text, re.MULTILINE
+        r"^[^\S\n]*(?:(?:\[[^\]\n]*\]:?|\d+:)[^\S\n]*)?(\w+) \.{2,} (.*)$",
+        source.text,
+        re.MULTILINE,
     )
     if len(dump) > 10:
         return job_of({name: value.strip() for name, value in dump}, resolved=True)
@@ -143,8 +145,8 @@ def _of_script(source: Source) -> Job:
     findings += unread_files(script)
     findings += [Finding("note", note) for note in script.notes if _matters(note)]
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
-        if name in script.variables:
-            options[f"env_{name}"] = script.text_of(name)
+        if (value := script.exported(name)) is not None:
+            options[f"env_{name}"] = value
     if {"sft", "pt", "rlhf"} & set(words[:3]) and "megatron" in words[0]:
         options = filled_in({"packing": "false"} | options)  # of ms-swift
     elif "actor_num_nodes" in options:
@@ -224,9 +226,9 @@ def _processes(options: Mapping[str, str], script: Script) -> dict[str, str]:
         launcher = next((o for o in launchers if "nproc_per_node" in o), {})
         found = {name: launcher[name] for name in _PROCESSES if name in launcher}
     for name, variables in _PROCESSES.items():
-        places = [place for place in variables if place in script.variables]
-        if places and name not in options and name not in found:
-            found[name] = script.text_of(places[0])
+        values = [v for v in map(script.exported, variables) if v is not None]
+        if values and name not in options and name not in found:
+            found[name] = values[0]
     known = {**found, **options}.keys()
     several = not known.isdisjoint(("nnodes", "num_nodes", "hostfile"))
     alone = not known.isdisjoint(("nproc_per_node", "num_gpus")) and not several

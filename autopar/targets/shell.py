@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from autopar.errors import AutoparError
-from autopar.targets.conditions import Conditions
+from autopar.targets.assignments import ASSIGNMENT
 from autopar.targets.expansion import (
     Script,
     Value,
@@ -19,20 +21,18 @@ from autopar.targets.expansion import (
     shown_value,
     unknown,
 )
+from autopar.targets.script_files import ReadFile, ScriptFiles
 from autopar.targets.shell_commands import Block, Command, Node, parse
-from autopar.targets.shell_words import CLOSE, MOST_CHARACTERS, Part, Word
+from autopar.targets.shell_words import CLOSE, Part
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(
     r"(^|/)(\.(bash|zsh)rc|\.(bash_|z)?profile|etc/profile|activate|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh|init/\w+)$"
 )
 """Files that set up the shell and its programs: no options of a training stand there."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
-ReadFile = Callable[[str], str | None]
-"""Returns the text of a file that a script reads with `source`, or None."""
 
 
 def read_script(
@@ -83,6 +83,14 @@ class _Break(Exception):
     """The loop ends here."""
 
 
+class _Continue(Exception):
+    """The round of the loop ends here."""
+
+
+class _Return(Exception):
+    """The function, or the file that is read, ends here."""
+
+
 def _shifts(nodes: Sequence[Node]) -> bool:
     """Whether one of the commands drops arguments."""
     shift = (Part("text", "shift", False),)
@@ -102,18 +110,16 @@ def _assigned(nodes: Sequence[Node]) -> Iterator[str]:
                 yield from _assigned(body)
             continue
         texts = (word[0].text for word in node.words if word and word[0].kind == "text")
-        yield from (found[1] for text in texts if (found := _ASSIGNMENT.fullmatch(text)))
+        yield from (found[1] for text in texts if (found := ASSIGNMENT.fullmatch(text)))
 
 
-class _Reader(Conditions):
+class _Reader(ScriptFiles):
     """Expands the commands of a script one after the other."""
 
     def __init__(self, script: Script, read_file: ReadFile) -> None:
-        super().__init__(script)
-        self.read_file = read_file
+        super().__init__(script, read_file)
         self.functions: dict[str, tuple[Node, ...]] = {}
         self.steps = self.depth = self.branches = self.loops = 0
-        self.piped: str | None = None  # what `sed` hands to the next command
 
     # ------------------------------------------------------------------------------------ commands
 
@@ -128,32 +134,33 @@ class _Reader(Conditions):
         self.depth += 1
         if self.depth > 40:
             raise AutoparError("the script calls its functions deeper than 40 times")
-        verdict: bool | None = True
+        runs: bool | None = True
+        status: bool | None = True  # whether the command that ran last succeeded
         for node in nodes:
             self.steps += 1
             if self.steps > MOST_STEPS:
                 raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
-            self.unsure += verdict is None
-            if verdict is not False:
+            self.unsure += runs is None
+            if runs is not False:
                 self._block(node) if isinstance(node, Block) else self._command(node)
-            self.unsure -= verdict is None
-            if isinstance(node, Block):
-                verdict = True
+            self.unsure -= runs is None
+            if isinstance(node, Block) or node.end not in ("&&", "||"):
+                runs = True
                 continue
             # `test && command`: the command runs only if the test says so
-            verdict = True
-            if node.end in ("&&", "||"):
-                truth = self.test(node)
-                verdict = truth if node.end == "&&" or truth is None else not truth
-                if truth is None and not self.is_test(node):
-                    verdict = node.end == "&&"  # a program is taken to succeed
+            maybe = runs is None
+            if runs is not False:
+                status = self.test(node)
+                if status is None and not (self.is_test(node) or self._is_function(node)):
+                    status = None if maybe and node.end == "||" else True  # taken to succeed
+            runs = status if node.end == "&&" or status is None else not status
         self.depth -= 1
 
     def _block(self, node: Block) -> None:
         if node.kind == "function":
             self.functions[node.name] = node.branches[0][1]
         elif node.kind == "group":
-            self._run(node.branches[0][1])
+            self._run(node.branches[0][1]) if node.name != "(" else self._subshell(node)
         elif node.kind == "if":
             self._if(node)
         elif node.kind == "case":
@@ -161,13 +168,35 @@ class _Reader(Conditions):
         else:
             self._loop(node)
 
+    def _is_function(self, node: Command) -> bool:
+        return bool(node.words and node.words[0]) and node.words[0][0].text in self.functions
+
+    def _subshell(self, node: Block) -> None:
+        """Reads a group in a shell of its own, whose variables end with it."""
+        before = dict(self.script.variables), self.arguments, self.depth, self.branches
+        with suppress(_Stop):
+            self._run(node.branches[0][1])
+        self.script.variables, self.arguments, self.depth, self.branches = before
+        self.script.stops = 0
+
+    def _holds(self, nodes: Sequence[Node]) -> bool | None:
+        """Whether a condition holds; None if the file does not tell. Programs in it are run."""
+        truth = self.truth_of(nodes)
+        for node in nodes:
+            if isinstance(node, Command) and not self.is_test(node):
+                first = node.words[:1] == ((Part("text", "!", False),),)
+                self._command(replace(node, words=node.words[1:]) if first else node)
+        return truth
+
     def _loop(self, node: Block) -> None:
         """Reads a loop that takes known arguments one after the other, with `shift`, as often as it
         runs. Any other loop is read once, as commands of which it is not known whether they run.
         """
         condition, body = node.branches[0]
-        depth, branches, most = self.depth, self.branches, sys.maxsize
-        self.loops += 1
+        if node.name == "for":
+            self._for(condition or (), body)
+            return
+        most = sys.maxsize
         while node.name in ("while", "until") and not self.unsure and _shifts(body):
             truth, left = self.truth_of(condition or ()), self.arguments
             ends = truth == (node.name == "until")
@@ -175,17 +204,54 @@ class _Reader(Conditions):
             if truth is None or left is None or (not ends and len(left) >= most):
                 break
             most = len(left)
-            try:
-                if not ends:
-                    self._run(body)
-                    continue
-            except _Break:
-                self.depth, self.branches = depth, branches
-            self.loops -= 1
-            self.empty |= set(_assigned(body))  # by options that are not among the arguments
-            return
-        self.loops -= 1
+            if ends or self._round(body):
+                # by options that are not among the arguments
+                self.empty |= set(_assigned(body))
+                return
         self._unsurely([body])
+
+    def _round(self, body: Sequence[Node]) -> bool:
+        """Reads a round of a loop; whether it leaves the loop."""
+        depth, branches = self.depth, self.branches
+        self.loops += 1
+        try:
+            self._run(body)
+            return False
+        except _Continue:
+            return False
+        except _Break:
+            return True
+        finally:
+            self.loops -= 1
+            self.depth, self.branches = depth, branches
+
+    def _for(self, head: Sequence[Node], body: Sequence[Node]) -> None:
+        """Reads a loop over known arguments, or over one word, as often as it runs. Of another one
+        it is not known which value its variable has: each may be a job of its own.
+        """
+        words = head[0].words if len(head) == 1 and isinstance(head[0], Command) else ()
+        name = self.text(words[0]) if words else ""
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):  # `for ((I = 0; ...))`
+            self._unsurely([body])
+            return
+        values = self.arguments if len(words) == 1 else ()
+        for word in words[2:]:
+            values = (*(values or ()), *self.fields(word))
+        is_list = len(words) == 1 or any(part.text in ("@", "*") for w in words[2:] for part in w)
+        known = values is not None and all(map(is_known, values)) and not self.unsure
+        files = any(re.search(r"[*?[]", part.text) for w in words[2:] for part in w
+                    if part.kind == "text" and not part.quoted)  # fmt: skip
+        known = known and not files
+        if values is None or not known or not (is_list or len(values) == 1):
+            listed = f", one of {' '.join(values)[:60]}" if values and known else ""
+            self.script.variables[name] = unknown(f"${name}{listed}")
+            self._unsurely([body])
+            return
+        for value in values:
+            self.script.variables[name] = value
+            if self._round(body):
+                break
+        self.empty |= set(_assigned(body)) if is_list else set()
 
     def _unsurely(self, bodies: Iterable[Sequence[Node]]) -> None:
         """Reads bodies of which it is not known whether they run."""
@@ -196,7 +262,7 @@ class _Reader(Conditions):
 
     def _if(self, node: Block) -> None:
         for number, (condition, body) in enumerate(node.branches):
-            truth = True if condition is None else self.truth_of(condition)
+            truth = True if condition is None else self._holds(condition)
             if truth:
                 self.branches += 1
                 self._run(body)
@@ -209,143 +275,65 @@ class _Reader(Conditions):
     def _case(self, node: Block) -> None:
         condition = node.branches[0][0]
         words = condition[0].words if condition and isinstance(condition[0], Command) else ()
-        subject = "".join(self.text(word) for word in words[:1])
+        subject = "".join(self.text_in_test(word) for word in words[:1])
         if not is_known(subject):
             self._unsurely(body for _, body in node.branches[1:])
             return
-        for patterns, body in node.branches[1:]:
-            command = patterns[0] if patterns else None
-            texts = [self.text(w) for w in command.words] if isinstance(command, Command) else []
-            choices = [part.strip() for text in texts for part in text.split("|")]
-            if any(fnmatchcase(subject, choice) for choice in choices):
+        for number, (condition, body) in enumerate(node.branches[1:], 1):
+            command = condition[0] if condition else None
+            choices = command.words if isinstance(command, Command) else ()
+            patterns = [self.pattern(choice) for choice in choices]
+            if not all(map(is_known, patterns)):
+                self._unsurely(body for _, body in node.branches[number:])
+                return
+            if any(fnmatchcase(subject, pattern) for pattern in patterns):
                 self._run(body)
                 return
 
     def _command(self, node: Command) -> None:
         arrays, at = dict(node.arrays), 0
-        words = list(node.words)
+        words, before = list(node.words), dict(self.script.variables)
         leads = len(words[0]) == 1 and words[0][0].kind == "text" if words else False
         declares = leads and words[0][0].text in _DECLARE
         if declares:
             at = 1
+            self.declares(words)
         while at < len(words):
             if declares and (self.text(words[at]).startswith("-")):
                 at += 1
                 continue
-            if not self._assign(words[at], arrays.get(at), node.line):
+            if not self.assign(words[at], arrays.get(at), node.line):
                 break
             at += 1
         if declares or at == len(words):
             return
+        if at:  # `NAME=4 torchrun`: the variable is that of the program alone
+            of_program = set(self.script.variables.items()) - set(before.items())
+            self.script.environment |= dict(of_program)
+            self.script.variables = before
         expanded = tuple(field for word in words[at:] for field in self.fields(word))
-        if expanded and node.document is not None and self._takes_document(expanded, node):
+        if expanded and node.document is not None and self.takes_document(expanded, node):
             return
         if expanded and expanded[0] == "sed":
-            self._edits(expanded, node)
+            self.edits(expanded, node)
         elif expanded:
             self.piped = None
             self._call(expanded, node)
 
-    def _edits(self, words: tuple[str, ...], node: Command) -> None:
-        """Takes over what `sed "s/A/B/" FILE > OTHER` writes, also behind a pipe. Only plain texts are
-        replaced; with another edit the file is not known.
-        """
-        rest = [word for word in words[1:] if word != "-e"]
-        text = self.piped
-        if len(rest) == 2 and is_known(rest[1]):
-            text = self.script.reader(self.read_file)(rest[1])
-        found = re.fullmatch(r"s(\W)([\w .:{}<>@%-]+)\1([^\n]*?)\1g?", rest[0]) if rest else None
-        self.piped = None
-        if text is None or found is None or len(rest) > 2 or self.unsure:
-            return
-        new = found[3].replace(f"\\{found[1]}", found[1])
-        if len(text) + text.count(found[2]) * len(new) > MOST_CHARACTERS:
-            return
-        text = text.replace(found[2], new)
-        if node.end == "|":
-            self.piped = text
-        elif (file := self.text(node.written)) and is_known(file):
-            self.script.files[file] = text
-
-    def _takes_document(self, words: tuple[str, ...], node: Command) -> bool:
-        """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another
-        command.
-        """
-        text = self.text(node.document or ())
-        tee = words[0] == "tee" and len(words) == 2
-        if words == ("cat",) or tee:
-            file = words[1] if tee else self.text(node.written)
-            if file and is_known(file):
-                self.script.files[file] = text
-            return bool(file)
-        names = [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
-        if words[0] != "read" or len(names) != 1 or self.unsure:
-            return False
-        whole = any(re.fullmatch(r"-r?d.*", word) for word in words)  # up to no character
-        self.script.variables[names[0]] = text.strip() if whole else text.partition("\n")[0]
-        return True
-
-    def _assign(self, word: Word, array: tuple[Word, ...] | None, line: int) -> bool:
-        """Takes over an assignment; False if the word is none."""
-        first = word[0] if word else None
-        if first is None or first.kind != "text" or first.quoted:
-            return False
-        found = _ASSIGNMENT.fullmatch(first.text)
-        if found is None:
-            return False
-        name, adds = found[1], found[3] == "+"
-        if array is not None:
-            value: Value = tuple(field for item in array for field in self.fields(item))
-        else:
-            value = self.text((Part("text", found[4], True), *word[1:]))
-        old = self.script.variables.get(name)
-        if self.unsure:
-            self._maybe(name, old, value, adds, line)
-        elif adds and isinstance(value, tuple):
-            before = old if isinstance(old, tuple) else ((old,) if old else ())
-            self.script.variables[name] = before + value
-        elif adds and isinstance(old, str) and isinstance(value, str):
-            self.script.variables[name] = old + value
-        else:
-            self.script.variables[name] = value
-        return True
-
-    def _maybe(self, name: str, old: Value | None, value: Value, adds: bool, line: int) -> None:
-        """An assignment that may not happen: a value from before stays, with a note."""
-        if old is None and value:
-            where = f"{name}, which line {line} sets under a condition that the file does not tell"
-            self.script.variables[name] = (
-                (unknown(where),) if isinstance(value, tuple) else unknown(where)
-            )
-        elif old is None:
-            self.script.variables[name] = value
-        if old is not None and old != value:
-            words = " ".join(value) if isinstance(value, tuple) else value
-            verb = "adds" if adds else "sets"
-            self.script.note(
-                f"line {line} {verb} {name} ({shown_value(words)[:80]}) under a condition that the file does not tell: not taken"
-            )
-
     def _call(self, words: tuple[str, ...], node: Command) -> None:
         name = words[0]
         if name in self.functions:
-            before, self.arguments = self.arguments, words[1:]
-            self._run(self.functions[name])
-            self.arguments = before
+            self._function(name, words[1:])
+        elif self.sets(words, node.line):
+            return
         elif name in ("source", ".") and len(words) > 1:
             self._source(words[1])
-        elif name in ("set", "shift"):
-            self._set_arguments(words)
-        elif name in ("exit", "return", "break"):
-            self._ends(name, node.line)
-        elif name == "unset" and not self.unsure:
-            for word in words[1:]:
-                self.script.variables.pop(word, None)
-        elif name == "read":
-            for word in words[1:]:
-                self.script.variables[word] = unknown(f"${word}, which is read from the terminal")
-        elif name in ("eval", "exec") and len(words) > 1:
+        elif name in ("exit", "return", "break", "continue"):
+            self._ends(words, node.line)
+        elif name == "eval" and len(words) > 1:
             self._nested(" ".join(words[1:]), node)
+        elif name == "exec" and len(words) > 1:
+            self._call(words[1:], node)
         else:
             self.script.commands.append((words, node.end))
             self._writes_or_runs(words, node)
@@ -353,27 +341,35 @@ class _Reader(Conditions):
                 if re.search(r"\s--?\w", word) and re.search(r"\s", word.strip()):
                     self._nested(word, node)
 
-    def _ends(self, name: str, line: int) -> None:
-        """Leaves the script or a loop, if the command certainly runs."""
+    def _function(self, name: str, arguments: tuple[str, ...]) -> None:
+        """Reads a function that is called. What it declares as local has its old value then."""
+        before = self.arguments, self.locals, self.depth, self.branches
+        self.arguments, self.locals = arguments, {}
+        try:
+            self._run(self.functions[name])
+        except _Return:
+            pass
+        finally:
+            for local, value in self.locals.items():
+                self.script.variables.pop(local, None)
+                self.script.variables |= {} if value is None else {local: value}
+            self.arguments, self.locals, self.depth, self.branches = before
+
+    def _ends(self, words: tuple[str, ...], line: int) -> None:
+        """Leaves the script, a function or a loop, if the command certainly runs."""
         # guards such as `if [ -z "$DATA" ]; then exit 1; fi` are taken to hold
-        if name == "exit" and not (self.unsure or self.branches):
+        name = words[0]
+        if self.unsure:
+            return
+        if name == "exit" and not self.branches:
             self.script.stops = line
             raise _Stop
-        if name == "break" and self.loops and not self.unsure:
+        if name == "return" and self.locals is not None:
+            raise _Return
+        if name == "break" and self.loops:
             raise _Break
-
-    def _set_arguments(self, words: tuple[str, ...]) -> None:
-        """Takes over `set -- A B` and `shift N`. The arguments are unknown after a shift of which it
-        is not known whether it runs, or by how many.
-        """
-        if words[0] == "set":
-            self.arguments = words[words.index("--") + 1 :] if "--" in words else self.arguments
-            return
-        count = words[1] if len(words) > 1 else "1"
-        if self.unsure or not re.fullmatch(r"[0-9]{1,6}", count):
-            self.arguments = None
-        elif self.arguments is not None and int(count) <= len(self.arguments):
-            self.arguments = self.arguments[int(count) :]
+        if name == "continue" and self.loops:
+            raise _Continue
 
     def _writes_or_runs(self, words: tuple[str, ...], node: Command) -> None:
         """Takes over `echo "$TEXT" > FILE`, and reads a script that was written so and is run now."""

@@ -31,7 +31,8 @@ class Command:
 class Block:
     """A compound command. `kind` is 'if', 'loop', 'case', 'function' or 'group'. For 'if' the
     branches are pairs of condition and body; the condition of `else` is None. Others have one
-    branch for each body. `name` is that of a function, or the keyword of a loop.
+    branch for each body. `name` is that of a function, the keyword of a loop,
+    or '(' for a group in a shell of its own.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Block:
 
 Node = Command | Block
 
+_TEST, _TEST_END = (Part("text", "[[", False),), (Part("text", "]]", False),)
 _OPENS = {
     "if": "fi",
     "while": "done",
@@ -98,7 +100,7 @@ class _Parser:
                 self.at += 1
                 body = self.nodes(frozenset(")"))
                 self.at += 1
-                found.append(Block("group", ((None, body),), token.line))
+                found.append(Block("group", ((None, body),), token.line, "("))
             else:
                 found.append(self._function() or self._command())
         self.depth -= 1
@@ -118,6 +120,12 @@ class _Parser:
         self.at += 3 if called else 1
         while (token := self._peek()) is not None and token.kind == "line":
             self.at += 1
+        if (token := self._peek()) is not None and (token.kind, token.text) == ("operator", "("):
+            self.at += 1
+            body = self.nodes(frozenset(")"))
+            self.at += 1
+            inner = Block("group", ((None, body),), line, "(")
+            return Block("function", ((None, (inner,)),), line, word)
         if self._keyword() != "{":
             return Block("function", ((None, ()),), line, word)
         block = self._block("{", line)
@@ -187,6 +195,11 @@ class _Parser:
         document: Word | None = None
         written: Word = ()
         while (token := self._peek()) is not None:
+            if words[:1] == [_TEST] and words[-1] != _TEST_END:  # its operators are its own
+                word = token.word if token.kind == "word" else (Part("text", token.text, False),)
+                words += [word] if token.kind != "line" else []
+                self.at += 1
+                continue
             if token.kind == "line":
                 self.at += 1
                 break
@@ -209,6 +222,7 @@ class _Parser:
                 if token.text not in "()" and target is not None and target.kind == "word":
                     self.at += 1
                     written = target.word if token.text in (">", ">>") else written
+                    document = target.word if token.text == "<<<" else document
                 continue
             if token.kind == "document":
                 document = token.word

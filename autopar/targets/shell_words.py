@@ -41,6 +41,8 @@ _OPERATORS = (
 _SPACE = " \t\r"
 _STREAM = re.compile(r"\d+(?=[<>])")
 _PLACEHOLDER = re.compile(r"<[A-Za-z](?:[\w ./:-]*[\w.])?>(?=[\s\"'/)]|$)")
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+"""What a backslash and a letter mean inside `$''`."""
 _ENDS = frozenset(" \t\r\n;&|<>()")
 
 
@@ -111,6 +113,9 @@ class _Scanner:
                 yield Token("line", line)
             elif stream := _STREAM.match(self.text, self.at):
                 self.at = stream.end()  # `2>&1`: the number belongs to the redirection
+            elif (arithmetic := self._sum()) is not None:  # `((A = 1))` is `let "A = 1"`
+                yield Token("word", line, word=(Part("text", "let", False),))
+                yield Token("word", line, word=document_word(arithmetic.replace('"', "")))
             elif (operator := self._operator()) and not self._placeholder():
                 self.at += len(operator)
                 if operator in ("<<", "<<-"):
@@ -122,6 +127,17 @@ class _Scanner:
                     yield Token("operator", line, operator)
             else:
                 yield self._word_token(line)
+
+    def _sum(self) -> str | None:
+        """The arithmetic that is a command here, or None."""
+        start = self.at
+        if self.text.startswith("((", start):
+            inner = self._balanced(1, "(", ")")
+            if self.text[self.at : self.at + 1] == ")":
+                self.at += 1
+                return inner[1:]
+            self.at = start  # a shell inside a shell
+        return None
 
     def _word_token(self, line: int) -> Token:
         word = self.word()
@@ -205,7 +221,9 @@ class _Scanner:
                 parts += self._double_quoted()
             elif self.text.startswith("$'", self.at):
                 self.at += 1
-                parts.append(Part("text", self._until("'"), True))
+                text = self._until("'")
+                text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), text)
+                parts.append(Part("text", text, True))
             elif character in "$`":
                 parts.append(self._expansion(False))
             elif character == "\\":

@@ -98,7 +98,7 @@ def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
         found[name.replace(".no_", ".", 1)] = "False"
         del found[name]
     found = {EARLIER.get(name, name): value for name, value in found.items()}
-    path = found.pop("job.config_file", "") or script.variables.get("CONFIG_FILE", "")
+    path = found.pop("job.config_file", "") or script.exported("CONFIG_FILE")
     if isinstance(path, str) and path.endswith(".toml"):
         if text := script.reader(source.read_file)(path):
             found = _of_toml(Source(text, path)) | found
@@ -113,10 +113,8 @@ def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
     if "module" not in found:  # before 0.3
         found.setdefault(OPTION, "2")
     for variable in ("NGPU", "CONFIG", "MODULE"):
-        if variable in script.variables:
-            found.setdefault(
-                {"NGPU": "nproc_per_node"}.get(variable, variable.lower()), script.text_of(variable)
-            )
+        if (value := script.exported(variable)) is not None:
+            found.setdefault({"NGPU": "nproc_per_node"}.get(variable, variable.lower()), value)
     return found, tuple(findings)
 
 

@@ -123,8 +123,8 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
             found["program"] = " ".join(scripts[-1:] if len(scripts) < 3 else scripts)
             if "swift" in words[0]:
                 found = {"gradient_checkpointing": "true", "bf16": "true"} | found
-    if "NPROC_PER_NODE" in script.variables:
-        found.setdefault("NPROC_PER_NODE", script.text_of("NPROC_PER_NODE"))
+    if (processes := script.exported("NPROC_PER_NODE")) is not None:
+        found.setdefault("NPROC_PER_NODE", processes)
     written = replace(source, read_file=script.reader(source.read_file))
     return found, tuple(unread_files(script)), written
 

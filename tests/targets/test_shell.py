@@ -173,6 +173,7 @@ def test_lines_are_counted() -> None:
 GROWING = {
     "a text": "X=aaaaaaaaaa\n" + "X=$X$X\n" * 60,
     "an array": "A=(1 2 3)\n" + 'A+=("${A[@]}")\n' * 60,
+    "lists in braces": "run {1..999}{1..999}{1..999}",
     "a document": "X=aaaaaaaaaa\n" + "cat <<E > f\n$X\nE\nX=$X$X\n" * 60,
 }
 
@@ -195,3 +196,7 @@ def test_scripts_that_run_each_other_end(name: str) -> None:
     script = read_script(ENDLESS[name])
     assert len(script.commands) < 50_000
     assert all(len(text) <= 2_000_000 for text in script.files.values())
+
+
+def test_many_lists_in_braces_are_not_known() -> None:
+    assert not is_known(words_of("run " + "{a,b}" * 2000)[1])
