@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.targets.arithmetic import NotANumber, evaluate
 from autopar.targets.conditions import Conditions
-from autopar.targets.expansion import Script, Value, shown_value, unknown
+from autopar.targets.expansion import LOST, Script, Value, is_known, shown_value, unknown
 from autopar.targets.shell_words import Part, Word
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
@@ -163,17 +163,18 @@ class Assignments(Conditions):
 
     def set_arguments(self, words: tuple[str, ...]) -> None:
         """Takes over `set -- A B` and `shift N`. The arguments are unknown after one of which it is
-        not known whether it runs, or a shift of which it is not known by how many.
+        not known whether it runs or what it sets, or a shift of which it is not known by how many.
         """
         if words[0] == "set":
             given = _set_words(words[1:])
             if given is not None:
-                self.arguments = None if self.unsure else given
+                known = not self.unsure and all(map(is_known, given))
+                self.arguments = given if known else LOST
             return
         count = words[1] if len(words) > 1 else "1"
         if self.unsure or not re.fullmatch(r"[0-9]{1,6}", count):
-            self.arguments = None
-        elif self.arguments is not None and int(count) <= len(self.arguments):
+            self.arguments = LOST
+        elif self.arguments and self.arguments is not LOST and int(count) <= len(self.arguments):
             self.arguments = self.arguments[int(count) :]
 
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, evaluate
-from autopar.targets.expansion import Expansion, is_known, shown_value
+from autopar.targets.expansion import LOST, Expansion, is_known, shown_value
 from autopar.targets.shell_commands import Command, Node
 from autopar.targets.shell_words import CLOSE, OPEN, Word
 
 _OUTSIDE = re.compile(rf"(?:{OPEN}\$\{{?(?:\w+|[@*])\}}?{CLOSE})+")
 """Nothing but variables and arguments that come from outside of the script."""
+_NEVER_EMPTY = re.compile(rf"{OPEN}\$(?:\{{#|\(\()")
+"""A length or a sum, known or not, has a digit at least."""
 _ORDER = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _JOINED = (("||", True), ("-o", True), ("&&", False), ("-a", False))
 """Operators between tests, loosest first, and the truth of one side that decides."""
@@ -28,7 +30,7 @@ class Conditions(Expansion):
         for node in nodes:
             value = self.test(node) if isinstance(node, Command) else None
             joined = connector in ("&&", "||")
-            truth = _either(truth, value, connector == "||") if joined else value
+            truth = either(truth, value, connector == "||") if joined else value
             connector = node.end if isinstance(node, Command) else ";"
         return truth
 
@@ -73,7 +75,8 @@ class Conditions(Expansion):
         """A word expanded for a test. An argument that certainly is not given is '' there."""
         name = word[0].text if len(word) == 1 and word[0].kind == "variable" else ""
         given = self.arguments
-        if given is not None and re.fullmatch(r"[0-9]{1,6}", name) and int(name) > len(given):
+        counted = given is not None and given is not LOST
+        if counted and re.fullmatch(r"[0-9]{1,6}", name) and int(name) > len(given or ()):
             return ""
         return self.text(word)
 
@@ -96,7 +99,7 @@ class Conditions(Expansion):
             if operator in words[1:-1]:
                 at = words.index(operator, 1)
                 left = self._any(words[:at], patterns[:at])
-                return _either(left, self._any(words[at + 1 :], patterns[at + 1 :]), deciding)
+                return either(left, self._any(words[at + 1 :], patterns[at + 1 :]), deciding)
         if words[:1] == ["!"] and len(words) > 1:
             inner = self._any(words[1:], patterns[1:])
             return None if inner is None else not inner
@@ -128,12 +131,13 @@ class Conditions(Expansion):
         if is_known(text):
             return not text
         if not _OUTSIDE.fullmatch(text):
-            return False if re.sub(f"{OPEN}[^{CLOSE}]*{CLOSE}", "", text) else None
+            known = re.sub(f"{OPEN}[^{CLOSE}]*{CLOSE}", "", text)
+            return False if known or _NEVER_EMPTY.search(text) else None
         self.script.note(f"{shown_value(text)} is taken to be unset")
         return True
 
 
-def _either(left: bool | None, right: bool | None, deciding: bool) -> bool | None:
+def either(left: bool | None, right: bool | None, deciding: bool) -> bool | None:
     """Whether one of two tests holds if `deciding`, or whether both do; None if it is not known."""
     if deciding in (left, right):
         return deciding

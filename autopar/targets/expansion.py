@@ -43,6 +43,10 @@ def unknown(what: str) -> str:
     return f"{OPEN}{what.replace(OPEN, '').replace(CLOSE, '')}{CLOSE}"
 
 
+LOST: tuple[str, ...] = (unknown('"$@", the arguments of the script'),)
+"""Arguments of which it is no longer known what and how many they are."""
+
+
 def is_known(text: str) -> bool:
     """Whether an expanded text has no value that is not known."""
     return OPEN not in text
@@ -238,6 +242,8 @@ class Expansion:
             arguments = self.arguments
             if name in "@*":
                 return arguments
+            if arguments is LOST and name != "0":
+                return (unknown(f"${name}"),)
             if name == "#":
                 return None if arguments is None else (str(len(arguments)),)
             number = int(name)

@@ -14,7 +14,9 @@ from itertools import pairwise
 
 from autopar.errors import AutoparError
 from autopar.targets.assignments import ASSIGNMENT
+from autopar.targets.conditions import either
 from autopar.targets.expansion import (
+    LOST,
     Script,
     Value,
     is_known,
@@ -23,7 +25,7 @@ from autopar.targets.expansion import (
 )
 from autopar.targets.script_files import ReadFile, ScriptFiles
 from autopar.targets.shell_commands import Block, Command, Node, parse
-from autopar.targets.shell_words import CLOSE, Part
+from autopar.targets.shell_words import CLOSE, Part, Word
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
@@ -134,26 +136,26 @@ class _Reader(ScriptFiles):
         self.depth += 1
         if self.depth > 40:
             raise AutoparError("the script calls its functions deeper than 40 times")
-        runs: bool | None = True
-        status: bool | None = True  # whether the command that ran last succeeded
+        status: bool | None = True  # whether the commands joined so far succeeded
+        joined = ";"
         for node in nodes:
             self.steps += 1
             if self.steps > MOST_STEPS:
                 raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
+            # `test && command`: the command runs only if the test says so
+            before = joined
+            runs = True if before not in ("&&", "||") else status
+            runs = not runs if before == "||" and runs is not None else runs
             self.unsure += runs is None
             if runs is not False:
                 self._block(node) if isinstance(node, Block) else self._command(node)
             self.unsure -= runs is None
-            if isinstance(node, Block) or node.end not in ("&&", "||"):
-                runs = True
-                continue
-            # `test && command`: the command runs only if the test says so
-            maybe = runs is None
-            if runs is not False:
-                status = self.test(node)
-                if status is None and not (self.is_test(node) or self._is_function(node)):
-                    status = None if maybe and node.end == "||" else True  # taken to succeed
-            runs = status if node.end == "&&" or status is None else not status
+            joined = node.end if isinstance(node, Command) else ";"
+            if isinstance(node, Command) and runs is not False and joined in ("&&", "||"):
+                own = self.test(node)
+                if own is None and not (self.is_test(node) or self._is_function(node)):
+                    own = True  # a program is taken to succeed
+                status = either(status, own, before == "||") if runs is None else own
         self.depth -= 1
 
     def _block(self, node: Block) -> None:
@@ -208,6 +210,8 @@ class _Reader(ScriptFiles):
                 # by options that are not among the arguments
                 self.empty |= set(_assigned(body))
                 return
+        if _shifts(body):
+            self.arguments = LOST  # each round has others
         self._unsurely([body])
 
     def _round(self, body: Sequence[Node]) -> bool:
@@ -318,7 +322,16 @@ class _Reader(ScriptFiles):
             self.edits(expanded, node)
         elif expanded:
             self.piped = None
+            if expanded[0] in self.functions:
+                self._takes_one_word(words[at + 1 :])
             self._call(expanded, node)
+
+    def _takes_one_word(self, words: Sequence[Word]) -> None:
+        """A note for each unquoted word that is not known, and may be none or several for bash."""
+        for word in words:
+            text = self.text(word)
+            if not is_known(text) and not all(part.quoted or part.kind == "text" for part in word):
+                self.script.note(f"{shown_value(text)} is taken to be one word")
 
     def _call(self, words: tuple[str, ...], node: Command) -> None:
         name = words[0]

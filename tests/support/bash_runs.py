@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import Script
+from autopar.targets.expansion import Script, is_known
 from autopar.targets.shell import read_script
 from autopar.targets.shell_words import CLOSE, OPEN
 
@@ -47,9 +47,15 @@ def bash_runs(text: str, args: Sequence[str], folder: Path) -> list[tuple[str, .
 
 
 def reader_runs(script: Script) -> list[tuple[str, ...]]:
-    """The words of each `torchrun` that the reader finds."""
-    found = (words for words, _ in script.commands if "torchrun" in words[:2])
-    return [words[words.index("torchrun") + 1 :] for words in found]
+    """The words of each `torchrun` that the reader finds; of a command that it does not know, the word
+    alone that names it, which may be `torchrun`.
+    """
+    found = (words for words, _ in script.commands if words)
+    return [
+        words[words.index("torchrun") + 1 :] if "torchrun" in words[:2] else words[:1]
+        for words in found
+        if "torchrun" in words[:2] or not is_known(words[0])
+    ]
 
 
 def pattern_of(words: Sequence[str]) -> re.Pattern[str]:
@@ -66,7 +72,8 @@ def pattern_of(words: Sequence[str]) -> re.Pattern[str]:
 
 def disagreement(text: str, args: Sequence[str], folder: Path) -> str:
     """How the reader contradicts bash, or ''. Each command of bash must be one that it finds, in
-    order. It may say in a note that it did not take an assignment; what follows is not compared.
+    order. It may say in a note that it did not take an assignment, or took what it does not know to be one
+    word; what follows is not compared.
     """
     theirs = bash_runs(text, args, folder)
     if theirs is None:
@@ -75,7 +82,7 @@ def disagreement(text: str, args: Sequence[str], folder: Path) -> str:
         script = read_script(text, args=tuple(args))
     except AutoparError as error:
         return f"{error}; bash runs {theirs}"
-    if any(note.endswith("not taken") for note in script.notes):
+    if any(note.endswith(("not taken", "taken to be one word")) for note in script.notes):
         return ""
     ours, at = reader_runs(script), 0
     for words in theirs:

@@ -131,6 +131,22 @@ def test_what_is_claimed_is_what_bash_does_at_length(text: str, args: list[str])
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        'if [ -n "${#A}" ]; then B=4; fi\n',
+        '[ "$A" = 4 ] && [ -n "${#A}" ] && A=8\n',
+        '[ "$A" = 4 ] && true || B=8\n',
+        'if [ "$A" = 4 ]; then shift; fi\nset -- "$@" z\n',
+        'if ((N + K)); then while [ $# -gt 0 ]; do case "$1" in 4) shift;; *) B=$1; shift;; esac; done; fi\n',
+        'case $A in *-*|4) B=$A;; "4") set -- 8 b;; esac\nA=${1:-4}\n',
+    ],
+)
+def test_what_the_file_does_not_tell_stays_unknown(text: str, tmp_path: Path) -> None:
+    for args in ([], ["4", "x"]):
+        assert not disagreement(STARTS[0] + text + END, args, tmp_path)
+
+
+@pytest.mark.parametrize(
     ("text", "other"),
     [
         ("A=8\ntorchrun $A", "A=4\ntorchrun $A"),
