@@ -162,8 +162,8 @@ class Assignments(Conditions):
                 self.store(name, shown, False, line)
 
     def set_arguments(self, words: tuple[str, ...]) -> None:
-        """Takes over `set -- A B` and `shift N`. The arguments are unknown after one of which it is
-        not known whether it runs or what it sets, or a shift of which it is not known by how many.
+        """Takes over `set -- A B` and `shift N`. The arguments are unknown after one of which the
+        file does not tell whether it runs, what it sets, or by how many it shifts.
         """
         if words[0] == "set":
             given = _set_words(words[1:])
