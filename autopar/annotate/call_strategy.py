@@ -77,12 +77,12 @@ def _issued_s(
     """Seconds in which the host issues (forward, backward) of a call, 0.0 on CPUs. Backward also
     sums gradients `added` times.
     """
-    software, device, op = local.setting.software, local.pricing.device, op_name(call.node)
+    software, each_s, op = local.setting.software, local.setting.issue_s, op_name(call.node)
     routed = op == ROUTED_EXPERTS
     graphed = software.cuda_graphs == "all" or (
         software.cuda_graphs == "but experts" and not routed
     )
-    if graphed or device.generation == "cpu":
+    if graphed:
         return 0.0, 0.0
     # a view costs the host, not the device
     view = call.dims is not None and call.dims.movement_free and not software.compiled
@@ -95,7 +95,6 @@ def _issued_s(
         backward += computed.backward_kernels
     if routed:
         forward += software.routing_operations
-    each_s = device.issue_s if software.issue_s is None else software.issue_s
     return forward * each_s, backward * each_s
 
 

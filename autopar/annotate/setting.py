@@ -52,6 +52,14 @@ class Setting:
     stage_sizes: tuple[int, ...] = ()  # layers of each stage of a pipeline; (): as even as possible
 
     @property
+    def issue_s(self) -> float:
+        """Seconds in which the host issues one operation; 0 on a CPU, where it is part of the
+        operation's time.
+        """
+        device, own_s = self.cluster.device, self.software.issue_s
+        return device.issue_s if own_s is None or device.generation == "cpu" else own_s
+
+    @property
     def gathers_by_segment(self) -> bool:
         """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/state/gathering.py`)."""
         return (

@@ -309,9 +309,8 @@ def _host_bound(
         plan.model_name,
         software=software,
     )
-    model = annotator_of(traced).annotate(
-        setting_of(plan, request, "none", cluster.groups.index(group))
-    )
+    setting = setting_of(plan, request, "none", cluster.groups.index(group))
+    model = annotator_of(traced).annotate(setting)
     again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
     by_class = [
         tuple(
@@ -332,8 +331,7 @@ def _host_bound(
         for rank in range(ranks)
         if groups[rank] == group
     ]
-    found_s = plan.num_microbatches * max(of_ranks)
-    each_s = group.device.issue_s if software.issue_s is None else software.issue_s
+    found_s, each_s = plan.num_microbatches * max(of_ranks), setting.issue_s
     if found_s <= plan.predicted.step_time_s:
         return
     yield Finding(

@@ -76,8 +76,9 @@ def prepare_hf(model: nn.Module, inputs: Collection[str] | None = None) -> nn.Mo
 
     Sets `use_cache=False` on their configs. Where an architecture has SDPA behind transformers'
     AttentionInterface, it selects our attention and mask functions, unless an indexer chooses keys
-    by the mask or forward computes with it. Others keep their own attention, which may build a mask in the graph: slower, never
-    wrong. An attention chosen by the user, other than the default `sdpa`, is kept.
+    by the mask or forward computes with it. Others keep their own attention, which may build a mask
+    in the graph: slower, never wrong. An attention chosen by the user, other than the default
+    `sdpa`, is kept.
 
     Experts compute by `autopar::routed_experts` where it has their activation
     (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be 0,

@@ -21,7 +21,7 @@ from autopar.ops.custom_functions import custom_rule
 from autopar.ops.dims import Call, JointSharding, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
-from autopar.ops.experts import routed_experts
+from autopar.ops.experts import ROUTED_EXPERTS, routed_experts
 from autopar.ops.fused import FUSED
 from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole, words
 from autopar.ops.lookup import LOOKUPS
@@ -448,7 +448,7 @@ _TABLE: dict[str, Rule] = {
 
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
-_RULES["autopar::routed_experts"] = routed_experts
+_RULES[ROUTED_EXPERTS] = routed_experts
 # `trace/scattered_rows.py`
 _RULES["autopar::row_places"] = keep_dims(lambda call: [1])
 _RULES.update(FUSED)

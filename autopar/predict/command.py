@@ -45,8 +45,9 @@ def predict_files(
     pick: Callable[[Run], bool] = lambda run: True,
 ) -> Predictions:
     """The predictions of the runs in CSV files by `evaluate`. Raises AutoparError if a file cannot
-    be read, or if `pick` picks no run. A row that cannot be read, or a run that cannot be predicted, becomes a problem. `tell`
-    is called with a line of text for each run. Runs that `pick` refuses are left out.
+    be read, or if `pick` picks no run. A row that cannot be read, or a run that cannot be
+    predicted, becomes a problem. `tell` is called with a line of text for each run. Runs that
+    `pick` refuses are left out.
     """
     every, problems = read_files(paths)
     runs = picked(every, pick, paths)

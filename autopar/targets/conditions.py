@@ -75,10 +75,9 @@ class Conditions(Expansion):
         """A word expanded for a test. An argument that certainly is not given is '' there."""
         name = word[0].text if len(word) == 1 and word[0].kind == "variable" else ""
         given = self.arguments
-        counted = given is not None and given is not LOST
-        if counted and re.fullmatch(r"[0-9]{1,6}", name) and int(name) > len(given or ()):
-            return ""
-        return self.text(word)
+        if given is None or given is LOST or not re.fullmatch(r"[0-9]{1,6}", name):
+            return self.text(word)
+        return "" if int(name) > len(given) else self.text(word)
 
     def pattern(self, word: Word) -> str:
         """A word as a pattern: what is quoted means itself."""

@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 from autopar.ir.calls import op_name
 from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
 from autopar.ops.dims import results
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.rules import op_dims
 from autopar.ops.values import fake_tensor, input_node, output_nodes
 from autopar.trace.batch_norm import STATISTICS
@@ -49,7 +50,6 @@ _TERMS = ("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "stack", "ca
 """Ops that may lie between a term of the loss and the loss."""
 _GATES = ("linear", "matmul", "mm", "addmm", "bmm", "einsum")
 _IN_TRAINING = torch.ops.autopar.in_training.default
-_EXPERTS = ("autopar::routed_experts",)
 ROUTERS = "balance losses of routers"
 
 
@@ -466,7 +466,7 @@ def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
     """
     found: set[Node] = set()
     for experts in graph.nodes:
-        if op_name(experts) in _EXPERTS:
+        if op_name(experts) == ROUTED_EXPERTS:
             number = experts.args[3].meta["val"].shape[0]
             found |= _products_above(experts.args[1:3], number, fixed)
     return found
