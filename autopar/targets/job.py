@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any
@@ -41,6 +41,33 @@ class Finding:
     def __str__(self) -> str:
         words = self.what + (f' ("{self.theirs}")' if self.theirs else "")
         return words + (f"; legal: {', '.join(self.legal)}" if self.legal else "")
+
+
+WEIGHTS = ("memory", "time", "both")
+"""What an unmodelled part of a job moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmodelled:
+    """A part of a job that no price counts, and that moves memory or time by more than 2 %. No
+    verdict (fits, a chance, a better plan) stands on the price of such a job.
+
+    Attributes:
+        what: the part, such as 'a rollout engine (vLLM) with 60 % of the memory'.
+        option: the option that says it, with its value.
+        moves: one of `WEIGHTS`.
+    """
+
+    what: str
+    option: str = ""
+    moves: str = "both"
+
+    def __post_init__(self) -> None:
+        if self.moves not in WEIGHTS:
+            raise ValueError(f"moves={self.moves!r} is not one of {WEIGHTS}")
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.option})" if self.option else self.what
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +233,9 @@ class Job:
         flags: every option of the file that sets shape, layout or facts, with its text.
         unpriced: options that may change time or memory and that no price takes into account.
         findings: what was found while reading.
+        unmodelled: parts of weight that no price counts.
+        others: the other jobs that the file may be, where it does not tell a value. Each differs
+            from this one in what is not known. A refusal holds only if it holds for all of them.
     """
 
     framework: str
@@ -218,6 +248,21 @@ class Job:
     flags: Mapping[str, str] = field(default_factory=dict)
     unpriced: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    unmodelled: tuple[Unmodelled, ...] = ()
+    others: tuple[Job, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The fields of shape, layout and facts, and of the job, in which `others` differ."""
+        return tuple(name for name, value in self._values() if self._differs(name, value))
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for part in (self.shape, self.layout, self.facts):
+            yield from ((f.name, getattr(part, f.name)) for f in fields(part))
+        yield from (("gpus", self.gpus), ("seq", self.seq))
+
+    def _differs(self, name: str, value: Any) -> bool:
+        return any(dict(other._values())[name] != value for other in self.others)
 
     def with_batches(self, micro_batch: int | None, global_batch: int | None) -> Job:
         """The job with these batches in place of its own, where they are not None."""
