@@ -271,7 +271,8 @@ class Job:
             micro_batch=micro_batch or self.layout.micro_batch,
             global_batch=global_batch or self.layout.global_batch,
         )
-        return replace(self, layout=layout)
+        others = tuple(other.with_batches(micro_batch, global_batch) for other in self.others)
+        return replace(self, layout=layout, others=others)
 
     def check(self, cluster: str, **asked: Any) -> Any:
         """`autopar.check_job` of this job on a cluster, with its other arguments."""
