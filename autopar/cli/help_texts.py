@@ -64,7 +64,7 @@ EXAMPLES = {
 ONE_IF = {
     "explain": "--replay or --audit disagrees with the plan",
     "why-not": "the choice is impossible or does not fit",
-    "check": "the job is refused, does not fit, or cannot be priced",
+    "check": "the job is refused, or does not fit",
     "export": "the framework reads another layout (--verify)",
     "diff": "the plans differ",
     "replay": "the simulation disagrees with the plan",
@@ -78,6 +78,7 @@ ONE_IF = {
 EXIT_CODES = (
     ("0", "done"),
     ("2", "a mistake in what was asked, or no plan fits"),
+    ("3", "`check` gives no verdict: the file leaves values open, or has parts without a price"),
     ("74", "an output cannot be written"),
     ("130", "interrupted"),
     ("141", "the reader of a pipe closed it"),

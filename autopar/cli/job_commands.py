@@ -14,6 +14,8 @@ from autopar.cli.terminal import progress, show
 if TYPE_CHECKING:
     from autopar.targets.job import Exported
 
+NO_VERDICT = 3
+"""The exit code of `check` if no verdict can be given."""
 FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
 ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 
@@ -62,7 +64,7 @@ def check(
     **pictures: Any,
 ) -> None:
     """What a job FILE of another framework needs on a cluster, what refuses it, and what is better.
-    Exit code 1 if it is refused, does not fit, or cannot be priced.
+    Exit code 1 if it is refused or does not fit, and 3 if no verdict can be given.
 
     FILE is a launch script or a configuration of Megatron-LM, Megatron-Bridge, torchtitan, DeepSpeed,
     Accelerate, Transformers or nanotron.  Nothing in it is run.  ARGS are the arguments that a script
@@ -98,7 +100,9 @@ def check(
         show(check_table(answer))
     if page is not None:
         drawn.write(page)
-    ctx.exit(1 if answer.refused or not answer.fits else 0)
+    ctx.exit(
+        1 if answer.refused or answer.fits is False else NO_VERDICT if answer.fits is None else 0
+    )
 
 
 @click.command(cls=options.Command)

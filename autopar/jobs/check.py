@@ -5,13 +5,13 @@ what would be better.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import gcd
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.jobs.advice import Change, Difference, differences, fitting_changes
 from autopar.jobs.pricing import Setting, setting_of
+from autopar.jobs.verdicts import held_refusals, no_price, withheld
 from autopar.predict.chances import fit_chance
 from autopar.predict.run import RunPrediction
 from autopar.request.arguments import parsed_cluster
@@ -19,6 +19,8 @@ from autopar.targets.from_plan import layers_of, layout_of
 from autopar.targets.job import Finding, Job, Layout
 from autopar.targets.registry import target_of
 from autopar.targets.target import Target
+
+NO_VERDICT = "no verdict is given on this job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,11 @@ class Answer:
         cluster: the cluster.
         seq: tokens of a sequence; 0 if they are not known.
         findings: what the framework refuses, what cannot be determined, and contradictions.
+        withheld: the reasons why no verdict is given; () if one is.
         plan: the job's layout with its predicted time and memory, or None if it cannot be priced.
+            If a verdict is withheld, it leaves out the parts that no price counts.
         why_not: why there is no price; '' if there is one.
-        fits: whether the fullest device has the memory.
+        fits: whether the fullest device has the memory.  None without a verdict.
         chance: the chance that it fits, from 0 to 1, or None.
         best: the fastest plan within the framework that was found: one that leaves memory free, or the job's own layout. None if there
             is neither.
@@ -51,9 +55,10 @@ class Answer:
     cluster: ClusterSpec
     seq: int = 0
     findings: tuple[Finding, ...] = ()
+    withheld: tuple[str, ...] = ()
     plan: Plan | None = None
     why_not: str = ""
-    fits: bool = False
+    fits: bool | None = None
     chance: float | None = None
     best: Plan | None = None
     bound_s: float = 0.0
@@ -71,14 +76,15 @@ class Answer:
     @property
     def runs(self) -> bool:
         """Whether the framework starts the job and it fits."""
-        return self.fits and not self.refused
+        return self.fits is True and not self.refused
 
     @property
     def gap(self) -> tuple[float, float] | None:
         """(seconds by which the measured step is longer than that of the best plan, how many of
-        them the layout explains). None without a measured step and a price.
+        them the layout explains). None without a measured step and a price, and if no verdict is
+        given.
         """
-        if self.plan is None or self.measured_s is None:
+        if self.plan is None or self.measured_s is None or self.withheld:
             return None
         step_s = self.plan.predicted.step_time_s
         best_s = self.best.predicted.step_time_s if self.best is not None else step_s
@@ -125,37 +131,56 @@ def check_job(
     try:
         setting = setting_of(job, spec, model, seq)
     except AutoparError as error:
-        findings += target.refusals(replace(job, gpus=spec.num_devices), spec.num_devices)
+        findings += held_refusals(target, _on_devices(job, spec), spec.num_devices)
         why = str(error)
-        return replace(answer, findings=tuple(findings), why_not=why, why_no_best=why)
-    findings += target.refusals(setting.job, spec.num_devices)
-    answer = _priced(replace(answer, seq=setting.seq, findings=tuple(findings)), setting)
+        reasons = (why, *withheld(_on_devices(job, spec), spec.num_devices))
+        return replace(
+            answer, findings=tuple(findings), withheld=reasons, why_not=why, why_no_best=why
+        )
+    gpus = spec.num_devices
+    findings += held_refusals(target, setting.job, gpus)
+    answer = replace(
+        answer, seq=setting.seq, findings=tuple(findings), withheld=withheld(setting.job, gpus)
+    )
+    if reasons := no_price(setting.job, gpus):
+        return replace(answer, why_not="; ".join(reasons), why_no_best=NO_VERDICT)
+    answer = _priced(answer, setting)
+    if answer.withheld:
+        return replace(answer, why_no_best=NO_VERDICT)
     return _advised(answer, setting, time_limit_s) if advise else answer
 
 
+def _on_devices(job: Job, cluster: ClusterSpec) -> Job:
+    """The job, and all that it may be, on the devices of a cluster."""
+    gpus = cluster.num_devices
+    others = tuple(replace(other, gpus=gpus) for other in job.others)
+    return replace(job, gpus=gpus, others=others)
+
+
 def _devices_findings(job: Job, cluster: ClusterSpec) -> list[Finding]:
-    """Findings about the devices: another number than the file's, and experts over tp."""
-    found, gpus = [], cluster.num_devices
-    if job.gpus not in (None, gpus):
-        what = f"the file starts {job.gpus} processes, and {cluster.name} has {gpus} devices: priced on those"
-        found.append(Finding("contradiction", what))
-    dp = job.layout.dp_on(gpus)
-    if (priced := gcd(job.layout.ep, dp)) != job.layout.ep:
-        what = f"ep={job.layout.ep} is more than a part of dp={dp}: priced as ep={priced}, with experts split over tp"
-        found.append(Finding("note", what))
-    return found
+    """A finding if the file starts another number of processes than there are devices."""
+    gpus = cluster.num_devices
+    started = {one.gpus for one in (job, *job.others)}
+    if None in started or gpus in started:
+        return []
+    what = f"the file starts {job.gpus} processes, and {cluster.name} has {gpus} devices: priced on those"
+    return [Finding("contradiction", what)]
 
 
 def _priced(answer: Answer, setting: Setting) -> Answer:
-    """The answer with the price of the job's own layout, or the reason why it has none."""
+    """The answer with the price of the job's own layout, or the reason why it has none. Of a job on
+    which no verdict is given, the price alone.
+    """
     try:
         run, plan = setting.run, setting.with_host(setting.plan_of(setting.job.layout))
     except AutoparError as error:
         return replace(answer, why_not=str(error))
+    answer = replace(answer, plan=plan, setting=setting)
+    if answer.withheld:
+        return answer
     peak = max(plan.predicted.peak_memory_bytes)
     chance = fit_chance(run, RunPrediction(plan.predicted.step_time_s, peak))
-    fits = peak <= answer.cluster.device.memory_bytes
-    return replace(answer, plan=plan, fits=fits, chance=chance, setting=setting)
+    return replace(answer, fits=peak <= answer.cluster.device.memory_bytes, chance=chance)
 
 
 def _advised(answer: Answer, setting: Setting, time_limit_s: float) -> Answer:

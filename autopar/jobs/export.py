@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.jobs.verdicts import open_words
 from autopar.targets.from_plan import job_of_plan
 from autopar.targets.job import Exported, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import even_stages
@@ -79,9 +80,11 @@ def _cut(layout: Layout, job: Job, target: Target) -> tuple[Layout, list[str]]:
 
 def convert(job: Job, target: str) -> Exported:
     """A job of one framework in the words of another. `losses` of the result has what is lost.
-    Raises AutoparError if the other one cannot say its layout.
+    Raises AutoparError if the other one cannot say its layout, or if the file leaves it open.
     """
     found = target_of(target)
+    if job.unknown:
+        raise AutoparError(f"the job cannot be written in other words: {open_words(job)}")
     layout, losses = job.layout, list[str]()
     if layout.sequence_parallel and not found.sequence_parallel:
         layout = replace(layout, sequence_parallel=False)
@@ -98,5 +101,5 @@ def convert(job: Job, target: str) -> Exported:
         losses.append(f"ZeRO-{layout.zero} is Megatron-FSDP, whose checkpoints have another format")
     moved = replace(job, framework=found.name, layout=layout, flags={})
     written = found.write(moved)
-    losses += [f"{name}: not translated" for name in job.unpriced]
+    losses += [f"{name}: not translated" for name in (*job.unmodelled, *job.unpriced)]
     return replace(written, losses=(*losses, *written.losses))

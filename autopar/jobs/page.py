@@ -9,7 +9,14 @@ from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.ir.cluster import plain_data
 from autopar.jobs.check import Answer
-from autopar.jobs.report import TITLES, check_data, gap_words, layout_words, proof_words
+from autopar.jobs.report import (
+    TITLES,
+    alone_words,
+    check_data,
+    gap_words,
+    layout_words,
+    proof_words,
+)
 from autopar.report.explained import full_report
 from autopar.report.page import Page, Section, Table
 from autopar.report.report import Report
@@ -28,7 +35,9 @@ def check_page(answer: Answer) -> Page:
     report = _report(answer)
     data = check_data(answer) | {"plan": report.data if report else None}
     n = Numbers(data)
-    sections = [_verdict(answer, n), *_findings(answer), _better(answer, n), *_changes(answer, n)]
+    sections = [_verdict(answer, n), *_findings(answer)]
+    if not answer.withheld:
+        sections += [_better(answer, n), *_changes(answer, n)]
     if report is not None:
         sections.append(_ranks(answer, n))
         of_plan = report.sections(Numbers(data, "plan"))
@@ -54,6 +63,8 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
     lead: list[str | Number] = [f"{layout_words(job.layout, gpus)}. "]
     if answer.refused:
         lead.append(f"{answer.target.title} refuses it at start. ")
+    if answer.withheld:
+        return _no_verdict(answer, n, lead)
     if answer.plan is None:
         return Section("verdict", "Verdict", [*lead, f"No prediction: {answer.why_not}."])
     lead += [
@@ -78,6 +89,18 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
     items: list[Words] = [f"Of the gap: {words}."] if (words := gap_words(answer)) else []
     if answer.job.unpriced:
         items.append(f"Options without a price: {', '.join(answer.job.unpriced)}.")
+    return Section("verdict", "Verdict", lead, items=items)
+
+
+def _no_verdict(answer: Answer, n: Numbers, lead: list[str | Number]) -> Section:
+    """That no verdict is given and why, with the price of what can be priced."""
+    lead = [*lead, "No verdict is given. "]
+    if answer.plan is not None:
+        lead += [
+            f"{alone_words(answer).capitalize()}: ", n.most_gib("predicted.peak_memory_bytes"), " of ",
+            n.gib("memory_bytes"), " on the fullest device, ", n.ms("predicted.step_time_s"), " a step.",
+        ]  # fmt: skip
+    items: list[Words] = [f"{reason}." for reason in answer.withheld]
     return Section("verdict", "Verdict", lead, items=items)
 
 

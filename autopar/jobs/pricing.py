@@ -161,11 +161,20 @@ def setting_of(
     if not length:
         raise AutoparError("the tokens of a sequence cannot be determined: give --seq")
     shape = job.shape if spec is None else shape_of(spec) or ModelShape()
-    known = replace(job, gpus=cluster.num_devices, shape=shape, seq=length)
     target = target_of(job.framework)
-    if target.stages and job.layout.pp > 1 and spec is not None and shape.layers:
+
+    def on_cluster(of: Job) -> Job:
+        tokens = seq or of.seq or length
+        known = replace(of, gpus=cluster.num_devices, seq=tokens, others=())
+        if spec is None:
+            return known
+        known = replace(known, shape=shape)
+        if not (target.stages and of.layout.pp > 1 and shape.layers):
+            return known
         vpp, stages = target.stages(known)
-        known = replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
+        return replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
+
+    known = replace(on_cluster(job), others=tuple(map(on_cluster, job.others)))
     return Setting(known, target, cluster, spec or spec_of(shape, length))
 
 

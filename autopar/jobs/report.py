@@ -44,6 +44,8 @@ def _tables(answer: Answer) -> Iterator[Any]:
             *_summary(answer),
         ],
     )
+    if answer.withheld:
+        yield grid("Why no verdict is given", ("",), [(reason,) for reason in answer.withheld])
     if answer.plan is not None:
         yield _ranks(answer)
         yield _parts(answer)
@@ -55,7 +57,8 @@ def _tables(answer: Answer) -> Iterator[Any]:
         yield grid(
             "Options without a price", ("", ""), [("not priced", ", ".join(answer.job.unpriced))]
         )
-    yield from _advice(answer)
+    if not answer.withheld:
+        yield from _advice(answer)
 
 
 def _findings(title: str, rows: list[tuple[str, str, str]], last: str) -> Any:
@@ -82,10 +85,18 @@ def layout_words(by: Layout, gpus: int) -> str:
 def _summary(answer: Answer) -> Iterator[tuple[str, str]]:
     plan = answer.plan
     if plan is None:
-        yield "prediction", f"none: {answer.why_not}"
+        why = "see why no verdict is given" if answer.withheld else answer.why_not
+        yield "prediction", f"none: {why}"
         return
     predicted = plan.predicted
     peak, memory = max(predicted.peak_memory_bytes), answer.cluster.device.memory_bytes
+    if answer.withheld:
+        size = f"{gib(peak)} of {gib(memory)} on the fullest device"
+        yield "verdict", "none"
+        yield alone_words(answer), f"{size}, {ms(predicted.step_time_s)} a step"
+        if answer.measured_s is not None:
+            yield "measured", f"{ms(answer.measured_s)}: not compared, since no verdict is given"
+        return
     chance = f", chance {percent(answer.chance)}" if answer.chance is not None else ""
     yield (
         "memory",
@@ -102,6 +113,12 @@ def _summary(answer: Answer) -> Iterator[tuple[str, str]]:
             f"{ms(answer.measured_s)}: {answer.measured_s / predicted.step_time_s:.2f} times the prediction",
         )
         yield "of the gap", gap_words(answer)
+
+
+def alone_words(answer: Answer) -> str:
+    """What the price of a job without a verdict is of."""
+    beside = all(part.place == "beside" for part in answer.job.unmodelled)
+    return "training alone" if beside else "without these parts"
 
 
 def gap_words(answer: Answer) -> str:
@@ -122,15 +139,12 @@ def _ranks(answer: Answer) -> Any:
     for rank, (layers, peak) in enumerate(zip(answer.layers, peaks, strict=True)):
         ends = " + embedding" * (rank == 0) + " + loss" * (rank == len(peaks) - 1)
         count = " + ".join(map(str, layers))
-        rows.append(
-            (
-                str(rank),
-                f"{count}{ends}",
-                gib(peak),
-                "yes" if peak <= memory else f"{gib(peak - memory)} too much",
-            )
-        )
-    return grid("Ranks of the pipeline", ("rank", "layers", "peak", "fits"), rows, right=(0, 2))
+        fits = "yes" if peak <= memory else f"{gib(peak - memory)} too much"
+        rows.append((str(rank), f"{count}{ends}", gib(peak), fits))
+    told = 3 if answer.withheld else 4
+    names = ("rank", "layers", "peak", "fits")[:told]
+    kept = [row[:told] for row in rows]
+    return grid("Ranks of the pipeline", names, kept, right=(0, 2))
 
 
 def _parts(answer: Answer) -> Any:
@@ -210,6 +224,9 @@ def check_data(answer: Answer) -> dict[str, Any]:
         "gpus": answer.cluster.num_devices,
         "findings": [asdict(finding) for finding in answer.findings],
         "unpriced": list(answer.job.unpriced),
+        "withheld": list(answer.withheld),
+        "unknown": list(answer.job.unknown),
+        "unmodelled": [asdict(part) for part in answer.job.unmodelled],
         "predicted": asdict(plan.predicted) if plan else None,
         "not_predicted": answer.why_not,
         "layers": [list(stages) for stages in answer.layers],

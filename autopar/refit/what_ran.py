@@ -12,6 +12,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.jobs.pricing import setting_of as job_setting
 from autopar.jobs.pricing import unlimited
+from autopar.jobs.verdicts import withheld
 from autopar.models import parse_model
 from autopar.planning.model_facts import as_planned
 from autopar.predict.host import waiting_s
@@ -121,9 +122,11 @@ def saved_plan(
 
 def job_file(path: str, cluster: ClusterSpec, model: str | None, seq: int | None) -> WhatRan:
     """The job in a file of another framework. `model` and `seq` replace what it says. Raises
-    AutoparError if it cannot be read, or cannot be priced.
+    AutoparError if it cannot be read, or if no price counts all of it.
     """
     setting = job_setting(read_job(path), cluster, model, seq)
+    if reasons := withheld(setting.job, cluster.num_devices):
+        raise AutoparError(f"{path} has no price to compare a run with: {'; '.join(reasons)}")
     layout = setting.job.layout
 
     def request(on: ClusterSpec) -> PlanRequest:

@@ -45,6 +45,11 @@ class Finding:
 
 WEIGHTS = ("memory", "time", "both")
 """What an unmodelled part of a job moves."""
+PLACES = ("beside", "inside", "instead")
+"""Where an unmodelled part of a job lies: beside training, on its devices, as a rollout engine does;
+inside training, as an option of weight; or in the place of training as autopar prices it, as
+adapters are.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +61,20 @@ class Unmodelled:
         what: the part, such as 'a rollout engine (vLLM) with 60 % of the memory'.
         option: the option that says it, with its value.
         moves: one of `WEIGHTS`.
+        place: one of `PLACES`. The job has a price without parts that are beside or inside training,
+            and none with one in its place.
     """
 
     what: str
     option: str = ""
     moves: str = "both"
+    place: str = "inside"
 
     def __post_init__(self) -> None:
         if self.moves not in WEIGHTS:
             raise ValueError(f"moves={self.moves!r} is not one of {WEIGHTS}")
+        if self.place not in PLACES:
+            raise ValueError(f"place={self.place!r} is not one of {PLACES}")
 
     def __str__(self) -> str:
         return f"{self.what} ({self.option})" if self.option else self.what
