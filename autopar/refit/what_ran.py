@@ -122,7 +122,7 @@ def saved_plan(
 
 def job_file(path: str, cluster: ClusterSpec, model: str | None, seq: int | None) -> WhatRan:
     """The job in a file of another framework. `model` and `seq` replace what it says. Raises
-    AutoparError if it cannot be read, or if no price counts all of it.
+    AutoparError if it cannot be read, or if parts of the job have no price.
     """
     setting = job_setting(read_job(path), cluster, model, seq)
     if reasons := withheld(setting.job, cluster.num_devices):

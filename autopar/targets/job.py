@@ -46,9 +46,8 @@ class Finding:
 WEIGHTS = ("memory", "time", "both")
 """What an unmodelled part of a job moves."""
 PLACES = ("beside", "inside", "instead")
-"""Where an unmodelled part of a job lies: beside training, on its devices, as a rollout engine does;
-inside training, as an option of weight; or in the place of training as autopar prices it, as
-adapters are.
+"""Where an unmodelled part of a job lies. A rollout engine lies beside training, on its devices. An
+option of weight lies inside training. Adapters stand in the place of what autopar prices.
 """
 
 
