@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from support.effort import RUNSLOW
+from support.effort import RUNSLOW, explore
 
 from autopar.planning import planner
 from autopar.runtime.ranks.launch import WorkerPool
@@ -21,12 +21,18 @@ sys.path.append(str(Path(__file__).parents[1]))
 torch.set_num_threads(1)
 # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
 planner.processes_for_search = lambda: 1
-hypothesis.settings.register_profile("autopar", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.register_profile("autopar", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("autopar")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
+    parser.addoption(
+        "--explore",
+        metavar="N",
+        type=int,
+        help="N new random examples in each property test, in place of the same few in every run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if number := config.getoption("--explore"):
+        for item in items:
+            explore(item, number)
     if not config.getoption("--runslow"):
         for item in items:
             if "slow" in item.keywords:

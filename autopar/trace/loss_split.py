@@ -18,7 +18,7 @@ from torch.fx.node import Argument
 
 from autopar.ir.calls import op_name
 from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
-from autopar.ops.dims import results
+from autopar.ops.dims import at_batch, results
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.rules import op_dims
 from autopar.ops.values import fake_tensor, input_node, output_nodes
@@ -39,6 +39,7 @@ from autopar.trace.row_facts import (
     follows_batch,
     is_random,
     reads,
+    row_dim_of,
     row_facts,
     tensor_overload,
 )
@@ -189,7 +190,8 @@ class _Edits:
         self.share: Node | None = None
         self.names: list[str] = []
         self.targets: list[Node] = []
-        self.inputs: dict[int, Node] = {}
+        self.inputs: dict[tuple[int, int], Node] = {}
+        self.laid_out: dict[Node, Node] = {}
         self.labels = -1
 
     def settle_loss(self, power: int) -> None:
@@ -218,10 +220,10 @@ class _Edits:
             self._input_for(cut)
         values = self._values()
         for cut, user in readers:
-            user.replace_input_with(cut, self._input_for(cut))
+            user.replace_input_with(cut, self._laid_out(cut))
         for (node, operand), power in self.found.settled.items():
             if node in self.needed:
-                now = self._input_for(operand) if operand in self.found.cuts else operand
+                now = self._laid_out(operand) if operand in self.found.cuts else operand
                 node.replace_input_with(now, self._settled(now, power, node))
         for node, numbers in lifted:
             for number in numbers:
@@ -280,7 +282,7 @@ class _Edits:
         """The placeholder for `cut`, a node whose value of the whole batch is known before forward.
         Inserts it on the first call. Nodes that compute the same share one input.
         """
-        key = self.keys.of(cut)
+        key = self.keys.of(cut), self.found.cuts.get(cut, 1)
         if key not in self.inputs:
             labels = LABEL_COUNT in cut.meta
             if labels and self.labels < 0:
@@ -292,10 +294,58 @@ class _Edits:
                 if follows_batch(cut.meta["val"])
                 else "batch_value"
             )
-            self.inputs[key] = self._placeholder(name, cut.meta["val"])
+            target = self._rows_first(cut)
+            self.inputs[key] = self._placeholder(name, target.meta["val"])
             self.names.append(self.inputs[key].name)
-            self.targets.append(cut)
+            self.targets.append(target)
         return self.inputs[key]
+
+    def _rows_first(self, cut: Node) -> Node:
+        """`cut`, or a node of the same values whose dim 0 has an entry for each row of the batch."""
+        layout = self._layout(cut)
+        if layout is None:
+            return cut
+        dim, sizes = layout
+        moved = [dim + 1, *(each for each in range(len(sizes)) if each != dim + 1)]
+        with self.graph.inserting_after(cut):
+            apart = call(self.graph, cut, aten.reshape.default, cut, sizes)
+        with self.graph.inserting_after(apart):
+            target = call(self.graph, cut, aten.permute.default, apart, moved)
+        self.found.facts |= dict.fromkeys((apart, target), self.found.of(cut))
+        return target
+
+    def _laid_out(self, cut: Node) -> Node:
+        """A node, after the placeholder for `cut`, with the dims of `cut`: what `_rows_first` undone
+        gives.
+        """
+        layout, source = self._layout(cut), self._input_for(cut)
+        if layout is None:
+            return source
+        if cut not in self.laid_out:
+            dim, sizes = layout
+            back = [*range(1, dim + 2), 0, *range(dim + 2, len(sizes))]
+            before = next(node for node in self.graph.nodes if node.op != "placeholder")
+            with self.graph.inserting_before(before):
+                apart = call(self.graph, cut, aten.permute.default, source, back)
+                shape = list(cut.meta["val"].shape)
+                self.laid_out[cut] = call(self.graph, cut, aten.reshape.default, apart, shape)
+        return self.laid_out[cut]
+
+    def _layout(self, cut: Node) -> tuple[int, list[int | torch.SymInt]] | None:
+        """(the dim of rows of `cut`, sizes in which it is three dims: batches, rows, and entries of
+        a row). None if its dim 0 has an entry for each row, or it has no rows.
+        """
+        shape, dim = list(cut.meta["val"].shape), row_dim_of(cut)
+        if dim is None or (dim == 0 and at_batch(shape[0], 1) == 1):
+            return None
+        outer = self.found.cuts[cut]
+        inputs = self.graph.find_nodes(op="placeholder")
+        rows = next(
+            node.meta["val"].shape[0]
+            for node in inputs
+            if node.name in self.captured.input_nodes and follows_batch(node.meta["val"])
+        )
+        return dim, [*shape[:dim], outer, rows, at_batch(shape[dim], 1) // outer, *shape[dim + 1 :]]
 
     def _placeholder(self, name: str, val: torch.Tensor) -> Node:
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]

@@ -30,7 +30,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument, op_name
-from autopar.ops.dims import OpDims, is_symbolic, letters_of, locate, operands, results
+from autopar.ops.dims import OpDims, at_batch, is_symbolic, letters_of, locate, operands, results
 from autopar.ops.rules import op_dims
 from autopar.ops.values import input_node, result_index
 from autopar.ops.views import concrete
@@ -79,7 +79,8 @@ class RowFacts:
     micro-batches can compute it. `facts` has a `Fact` for each node, or a tuple for several
     results.
 
-    `cuts` are known values to be taken from the whole batch. `again` are known values that each
+    `cuts` are known values to be taken from the whole batch, each with the number of times that its
+    dim of rows, if it has one, holds the batch. `again` are known values that each
     micro-batch still computes, from cuts. `settled` maps (node, operand) to a power k: the operand
     is multiplied by (1 / n) ** k. `lifted` maps (node, argument place) to batch-dependent numbers
     that become known tensors.
@@ -87,7 +88,7 @@ class RowFacts:
 
     facts: dict[Node, Any] = field(default_factory=dict)
     again: dict[Node, Fact] = field(default_factory=dict)
-    cuts: dict[Node, None] = field(default_factory=dict)
+    cuts: dict[Node, int] = field(default_factory=dict)
     settled: dict[tuple[Node, Node], int] = field(default_factory=dict)
     lifted: dict[tuple[Node, int], torch.SymInt | torch.SymFloat] = field(default_factory=dict)
 
@@ -169,10 +170,8 @@ def row_dim_of(node: Node) -> int | None:
 
 
 def elements_a_row(node: Node) -> int:
-    """Number of elements of a node's tensor per batch row: the product of its sizes that are not
-    symbolic.
-    """
-    return prod(1 if is_symbolic(size) else int(size) for size in node.meta["val"].shape)
+    """Number of elements of a node's tensor in a batch of one row."""
+    return prod(at_batch(size, 1) for size in node.meta["val"].shape)
 
 
 _LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "empty_like": 0}
@@ -257,25 +256,34 @@ class _Transfer:
         self.facts = (
             facts
             if self.known
-            else [self._cut(*pair) for pair in zip(self.operands, facts, strict=True)]
+            else [self._cut(*pair, facts) for pair in zip(self.operands, facts, strict=True)]
         )
 
-    def _cut(self, operand: Node, fact: Fact) -> Fact:
+    def _cut(self, operand: Node, fact: Fact, facts: Sequence[Fact]) -> Fact:
         """How an operand depends on rows, as a call reads it that is not known before forward.
+        `facts` are those of all operands.
 
         A known value that combines rows is marked in `found.cuts`, to be taken from the whole
-        batch, if it and the inputs behind it are small enough. Otherwise each micro-batch computes
-        it again.
+        batch, if it and the inputs behind it are small enough. Its rows then lie like those of the
+        other operands. Otherwise each micro-batch computes it again.
         """
         if not (fact.known and fact.is_joined):
             return fact
-        rows = _row_dim(operand.meta["val"])
-        fits = not follows_batch(operand.meta["val"]) or (
-            rows == 0 and elements_a_row(operand) <= self.widest
-        )
+        if not follows_batch(operand.meta["val"]):
+            fits, cut = True, Fact(SAME, known=True)
+        else:
+            rows = row_dim_of(operand)
+            outer = next((each.outer for each in facts if each.kind == ROWS), 1)
+            fits = (
+                rows is not None
+                and at_batch(operand.meta["val"].shape[rows], 1) % outer == 0
+                and self.found.cuts.get(operand, outer) == outer
+                and elements_a_row(operand) <= self.widest
+            )
+            cut = Fact(ROWS, outer=outer, known=True)
         if fits and all(map(self._may_gather, gathered_inputs(operand, self.found))):
-            self.found.cuts.setdefault(operand)
-            return Fact(ROWS if rows == 0 else SAME, known=True)
+            self.found.cuts[operand] = cut.outer
+            return cut
         return self._again(operand, fact)
 
     def _may_gather(self, source: Node) -> bool:

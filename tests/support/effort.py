@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import hypothesis
 import pytest
 
 RUNSLOW = "AUTOPAR_RUNSLOW"
@@ -32,3 +33,23 @@ def slow_but(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     return [
         pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values
     ]
+
+
+def explore(item: pytest.Item, number: int) -> None:
+    """Make a property test try `number` new random examples; other tests stay as they are.
+
+    A failure prints a decorator that repeats it, and is kept for the next exploring run.
+    """
+    function = getattr(item, "obj", None)
+    function = getattr(function, "__func__", function)
+    own = getattr(function, _SETTINGS, None)
+    if own is not None:
+        kept = hypothesis.database.DirectoryBasedExampleDatabase(".hypothesis/examples")
+        wanted = hypothesis.settings(
+            own, max_examples=number, derandomize=False, database=kept, print_blob=True
+        )
+        setattr(function, _SETTINGS, wanted)
+
+
+_SETTINGS = "_hypothesis_internal_use_settings"
+"""The attribute of a property test that has its settings."""

@@ -151,6 +151,10 @@ def average(w: Writer, values: str, weight: str | None, mask: Mask | None) -> st
                 f"({kept} / {divisor}).sum()",
                 f"({kept} * ({mask.float} / {divisor})).sum()",
                 f"torch.sum({kept}.div({divisor}))",
+                f"(F.normalize({mask.float}.flatten(), p=1, dim=0) * {kept}.flatten()).sum()",
+                f"({mask.float}.flatten() / {divisor}) @ {kept}.reshape(-1)",
+                f"({kept}.reshape(-1) * torch.softmax({mask.float}.reshape(-1), 0)).sum()",
+                f"torch.einsum('i,i->', {mask.float}.flatten() / {divisor}, {kept}.flatten())",
             ),
         )
     if form == "other":

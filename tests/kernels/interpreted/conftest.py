@@ -16,9 +16,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 torch.set_num_threads(1)
 # examples are small as they are: shrinking them takes longer than reading them
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-hypothesis.settings.register_profile(
-    "kernels", deadline=None, derandomize="CI" in os.environ, phases=PHASES
-)
+hypothesis.settings.register_profile("kernels", deadline=None, derandomize=True, phases=PHASES)
 hypothesis.settings.load_profile("kernels")
 
 
