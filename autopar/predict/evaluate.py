@@ -6,7 +6,7 @@ A run with a feature that the planner does not price is refused with the name of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, inf
 from typing import Any
@@ -31,7 +31,7 @@ from autopar.predict.frameworks import (
     saves_where_tight,
 )
 from autopar.predict.host import waiting_s
-from autopar.predict.machines import device_of, node_of
+from autopar.predict.machines import device_of, network_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.stage_cuts import stages_pin
@@ -202,11 +202,7 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     if machine.gpus % per_node:  # a part of a rack: the most GPUs that divide evenly
         per_node = next(size for size in range(per_node, 0, -1) if machine.gpus % size == 0)
     device = device_of(machine.gpu)
-    links: dict[str, Any] = {"inter_bandwidth_Bps": machine.nic_Bps}
-    if node := node_of(device, per_node, machine.nic_Bps):
-        inter = node.topology(1, fitted).inter
-        links = {f"inter_{f.name}": getattr(inter, f.name) for f in fields(inter)}
-        links["nics_per_node"] = node.nics_per_node
+    links, _ = network_of(device, per_node, machine.nic_Bps, machine.system, fitted)
     return ClusterSpec.make(
         device,
         machine.gpus // per_node,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from typing import Any
 
-from autopar_cost_models import DEVICES, NODES, NodePreset
+from autopar_cost_models import DEVICES, FITTED, NODES, FittedConstants, home_of
+from autopar_cost_models.checks import nearest
 from autopar_cost_models.constants import MIB
 
 from autopar.errors import AutoparError, shown
@@ -45,6 +48,9 @@ OTHER_NIC_GBPS = 400.0
 """Assumed network line rate per GPU, in Gbit/s, for GPUs without a table entry whose runs do not
 print theirs.
 """
+
+_SYSTEMS = ((r"\bjean[ -]?zay\b", "jeanzay-a100"),)
+"""Systems that notes of rows name, as patterns, and their node presets."""
 
 
 def gpu_model(gpu: str) -> str:
@@ -99,20 +105,42 @@ def nic_Bps_of(gpu: str) -> float:
     return _NIC_GBPS.get(gpu_model(gpu), OTHER_NIC_GBPS) * 1e9 / 8
 
 
-def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
-    """The catalogue's node with `per_node` of these devices and the line rate `nic_Bps` for each;
-    None if there is none.
+def system_of(text: str) -> str:
+    """The node preset of a system that a text names, such as `Jean Zay`; '' if it names none."""
+    return next((node for name, node in _SYSTEMS if re.search(name, text, re.IGNORECASE)), "")
+
+
+def named_node(system: str) -> str:
+    """The node preset that the column `system` of a row names: one of the catalogue, or a known
+    system. Raises AutoparError for any other text.
     """
-    alike = (
-        node
-        for node in NODES.values()
-        if (node.device.name, node.devices_per_node, node.by_name) == (device, per_node, False)
+    named = system_of(system) or system.strip().lower()
+    if named not in NODES:
+        raise AutoparError(
+            f"system={shown(system)} is no node of the catalogue; {nearest(named, list(NODES))}"
+        )
+    return named
+
+
+def network_of(
+    device: str, per_node: int, nic_Bps: float, system: str, fitted: FittedConstants = FITTED
+) -> tuple[dict[str, Any], str]:
+    """(arguments of `ClusterSpec.make` for the network between nodes; its name). The line rate of a
+    GPU is `nic_Bps`.
+
+    Interfaces, latency and efficiency are those of the node `system`, if it has these devices and
+    that many, or else those of the device's home. No rate decides them. '' if the catalogue has
+    neither.
+    """
+    home = home_of(device)
+    homes = [NODES[system]] if system else []
+    homes += [home] if home else []
+    node = next(
+        (n for n in homes if (n.device.name, n.devices_per_node) == (device, per_node)), None
     )
-    return next(
-        (
-            node
-            for node in alike
-            if node.inter.bandwidth_Bps * node.topology(1).nics / per_node == nic_Bps
-        ),
-        None,
-    )
+    if node is None:
+        return {"inter_bandwidth_Bps": nic_Bps}, "" if home is None else home.name
+    topology = node.topology(1, fitted)
+    links = {f"inter_{f.name}": getattr(topology.inter, f.name) for f in fields(topology.inter)}
+    links["inter_bandwidth_Bps"] = nic_Bps * per_node / topology.nics
+    return links | {"nics_per_node": node.nics_per_node}, node.name

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models.memory_error import SPREAD
 
+from autopar.predict.assumed import Assumed, assumed_of, counted
 from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
 from autopar.predict.run import Run
@@ -54,6 +55,8 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
       counts in the scores (`scored`), and the fields that were `defaulted`.
     - `out_of_memory`: the same for layouts that are known to have failed.
     - `not_predicted`: `id`, `reason`, and whether the row was `complete`.
+    - `assumed`: `what`, `rule` and `reason` of each thing that rows do not say, and its `runs`. Each
+      row has the same as texts.
     - `scores`: of `all` scored runs, of `selections` by name, and of `groups` if `by` is set.
     """
     scored = predictions.scored
@@ -69,6 +72,7 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
         "rows": [_row(result) for result in predictions.results],
         "out_of_memory": [_row(result) for result in predictions.out_of_memory],
         "not_predicted": [asdict(problem) for problem in predictions.problems],
+        "assumed": [asdict(of) | {"runs": runs} for of, runs in _assumed(predictions)],
         "scores": scores,
     }
     return json_text(data)
@@ -101,6 +105,7 @@ def _row(result: Scored) -> dict[str, Any]:
         "near_limit": (result.fit_chance or 1.0) < SURE,
         "scored": run.complete,
         "defaulted": list(run.defaulted),
+        "assumed": list(map(str, assumed_of(run))),
         "ignored_options": list(run.ignored),
     }
 
@@ -126,6 +131,8 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
 
     scored = predictions.scored
     parts: list[Any] = [_rows(predictions)]
+    if assumed := _assumed(predictions):
+        parts.append(_assumed_table(assumed))
     if predictions.problems:
         complete = sum(problem.complete for problem in predictions.problems)
         title = f"Not predicted: {len(predictions.problems)}, of which {complete} complete"
@@ -181,6 +188,16 @@ def _rows(predictions: Predictions) -> Grid:
         "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long\n"
     )
     return table
+
+
+def _assumed(predictions: Predictions) -> list[tuple[Assumed, int]]:
+    return counted(result.run for result in (*predictions.results, *predictions.out_of_memory))
+
+
+def _assumed_table(assumed: Iterable[tuple[Assumed, int]]) -> Grid:
+    rows = [(of.what, of.rule, of.reason, str(runs)) for of, runs in assumed]
+    title = "Assumed where rows do not say it"
+    return text_grid(title, ("what", "assumed", "because", "runs"), rows, right=(3,))
 
 
 def _limit_mark(result: Scored) -> str:

@@ -173,7 +173,8 @@ class Dims:
 class Machine:
     """The GPUs of a run. `gpu` is the text of the file. `nvlink_domain` GPUs share the fast link.
     `nic_Bps` is the network's line rate per GPU and direction. `memory_bytes` is the driver's
-    figure for one GPU, or None if the name does not tell.
+    figure for one GPU, or None if the name does not tell. `system` is the node preset that the row
+    names, or ''.
     """
 
     gpu: str
@@ -182,6 +183,7 @@ class Machine:
     nvlink_domain: int
     nic_Bps: float
     memory_bytes: int | None = None
+    system: str = ""
 
     def __post_init__(self) -> None:
         if not self.gpu.strip():

@@ -16,6 +16,7 @@ from autopar.files import read_text
 from autopar.predict.defaults import complete
 from autopar.predict.failed import cells_of, is_layout
 from autopar.predict.frameworks import printed_scope, prints_first_rank
+from autopar.predict.machines import named_node, system_of
 from autopar.predict.options import (
     Stated,
     is_out_of_memory,
@@ -197,6 +198,10 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
             raise AutoparError(f"{column}={shown(text)} is neither 0 nor 1")
         if text:
             stated[column] = _SWITCH_VALUES[text]
+    if system := cells.get("system", "").strip():
+        stated["system"] = named_node(system)
+    elif system := system_of(f"{cells.get('source', '')}; {cells.get('notes', '')}"):
+        stated["system"] = system
     if (nic := _number(cells, "nic_gbps_per_gpu")) is not None:
         stated["nic_Bps"] = nic * _GIGA / 8
     if (parameters := _number(cells, "params_b")) is not None:

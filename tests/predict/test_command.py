@@ -95,6 +95,9 @@ def test_json(predictions):
         "broken",
         "endless",
     }
+    network = next(of for of in data["assumed"] if of["what"] == "network")
+    assert network["runs"] == 5 and "no system is named" in network["reason"]
+    assert any(text.startswith("network: ") for text in row["assumed"])
     assert data["scores"]["all"]["time"]["count"] == 3 and data["scores"]["all"]["memory"][
         "accepted"
     ] == ["gpt-tp4pp2dp2-mb1-oom"]
@@ -123,6 +126,8 @@ def test_tables(predictions):
         "rejects 0 of",
         "accepts 1 of 1",
         "Worst step times",
+        "Assumed where rows do not say it",
+        "kind and efficiency of dgx-a100-80g, at 200 Gbit/s a GPU",
     ]:
         assert words in text, words
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from autopar_cost_models import NODES
 from support.published_rows import GPT, LLAMA, MOE, write
 
+from autopar.predict.assumed import assumed_of
 from autopar.predict.evaluate import cluster_of, evaluate
 from autopar.predict.runs import read_runs
 
@@ -109,22 +111,67 @@ def test_sharding_within_groups_is_priced(tmp_path):
     assert whole.peak_memory_bytes < node.peak_memory_bytes < pair.peak_memory_bytes
 
 
-def test_the_network_is_that_of_a_node_with_the_gpu_and_the_rate(tmp_path):
-    """50 Gbit/s for each of 8 A100: four Omni-Path interfaces; 200: InfiniBand, one each; 123: what the row says, as InfiniBand."""
-    rows = [
-        GPT | {"id": rate, "gpu": "A100-80G-SXM", "nic_gbps_per_gpu": rate}
-        for rate in ("50", "200", "123")
-    ]
-    omnipath, infiniband, other = (
-        cluster_of(run).topology for run in read_runs(write(tmp_path, *rows))[0]
+def networks(tmp_path, *rows):
+    """The topology of the cluster of each row."""
+    runs, problems = read_runs(write(tmp_path, *rows))
+    assert not problems
+    return [cluster_of(run).topology for run in runs]
+
+
+def test_no_line_rate_decides_the_kind_of_network(tmp_path):
+    """Of every device with a home: interfaces, latency and efficiency stay, and the rate is the row's.
+    The rates are those of the catalogue's nodes, and their neighbours.
+    """
+    rates = sorted(
+        {
+            round(node.inter.bandwidth_Bps * node.topology(1).nics / node.devices_per_node * 8e-9)
+            for node in NODES.values()
+        }
     )
-    assert omnipath.nics == 4 and omnipath.inter.bandwidth_Bps == 12.5e9
-    assert (
-        omnipath.inter.efficiency
-        < 0.5 * infiniband.inter.efficiency
-        == 0.5 * other.inter.efficiency
+    rates = [rate for near in rates for rate in (near - 1, near, near + 1)]
+    for gpu in ("A100-80G-SXM", "A100-40G-SXM", "H100-80G-SXM", "H200", "V100-32G", "MI250X"):
+        rows = [GPT | {"id": f"{n}", "gpu": gpu, "nic_gbps_per_gpu": str(n)} for n in rates]
+        found = networks(tmp_path, *rows)
+        assert len({(t.nics, t.inter.efficiency, t.inter.latency_s) for t in found}) == 1, gpu
+        per_gpu = [t.inter.bandwidth_Bps * t.nics / t.devices_per_node for t in found]
+        assert per_gpu == pytest.approx([rate * 1e9 / 8 for rate in rates]), gpu
+
+
+def test_prices_rise_evenly_with_the_time_of_the_network(tmp_path):
+    rates = (49, 50, 51)
+    first, middle, last = (
+        predicted(tmp_path, LLAMA, gpu="A100-80G-SXM", nic_gbps_per_gpu=str(rate)).step_time_s
+        for rate in rates
     )
-    assert infiniband.nics == other.nics == 8 and (
-        infiniband.inter.bandwidth_Bps,
-        other.inter.bandwidth_Bps,
-    ) == (25e9, 123e9 / 8)
+    assert first >= middle >= last and first - middle < 2 * (middle - last) + 1e-3
+
+
+def test_the_network_of_a_system_is_that_of_a_row_that_names_it(tmp_path):
+    """By the column `system`, or by the notes; for another node the name changes nothing."""
+    base = GPT | {"gpu": "A100-80G-SXM", "nic_gbps_per_gpu": "50", "system": "", "notes": ""}
+    named = {
+        "column": {"system": "jeanzay-a100"},
+        "words": {"system": "Jean Zay"},
+        "notes": {"notes": "Jean Zay A100-80GB nodes (8 GPU)"},
+        "other": {"gpu": "H100-80G-SXM", "system": "Jean Zay"},
+        "none": {},
+    }
+    rows = [base | {"id": name} | cells for name, cells in named.items()]
+    *omnipath, other, plain = networks(tmp_path, *rows)
+    jeanzay = NODES["jeanzay-a100"].topology(1)
+    for topology in omnipath:
+        assert (topology.nics, topology.inter.bandwidth_Bps) == (4, 12.5e9)
+        assert topology.inter.efficiency == jeanzay.inter.efficiency
+    assert other.nics == plain.nics == 8 and plain.inter.bandwidth_Bps == 6.25e9
+    assert plain.inter.efficiency == NODES["dgx-a100-80g"].topology(1).inter.efficiency
+    assert other.inter.efficiency == NODES["dgx-h100"].topology(1).inter.efficiency
+    texts = [[str(of) for of in assumed_of(run)] for run in read_runs(write(tmp_path, *rows))[0]]
+    said = [next(text for text in of if text.startswith("network")) for of in texts]
+    assert all("jeanzay-a100, at 50 Gbit/s a GPU (the row names" in text for text in said[:3])
+    assert "has other nodes" in said[3] and "no system is named" in said[4]
+
+
+def test_a_system_outside_the_catalogue_is_refused_with_names(tmp_path):
+    row = GPT | {"id": "a", "gpu": "A100-80G-SXM", "system": "dgx-a100"}
+    _, (problem,) = read_runs(write(tmp_path, row))
+    assert "did you mean dgx-a100-40g or dgx-a100-80g" in problem.reason
