@@ -8,15 +8,13 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.expansion import Script, is_known, shown_value
-from autopar.targets.job import Finding, Job
+from autopar.targets.job import Finding, Job, Unmodelled
 from autopar.targets.shell_words import CLOSE, OPEN
 
 _TRUE = ("", "true", "1", "yes", "on")
 _NONE = ("none", "null")
 _FALSE = ("false", "0", "no", "off", *_NONE)
 _EMPTY = ("[]", "{}")
-_ADAPTERS = ("lora", "qlora", "adalora", "dora", "oft", "longlora")
-_RANKS = ("lora_dim", "lora_r", "lora_rank")
 
 
 def is_none(text: str) -> bool:
@@ -43,12 +41,17 @@ class Arguments:
         self.values = dict(values)
         self.read: set[str] = set()
         self.findings = [] if findings is None else findings
+        self.unmodelled: list[Unmodelled] = []
 
     def find(self, kind: str, what: str, theirs: str = "", legal: Iterable[str] = ()) -> None:
         """Adds a finding, once."""
         found = Finding(kind, what, theirs, tuple(legal))
         if found not in self.findings:
             self.findings.append(found)
+
+    def leave_out(self, what: str, option: str = "", moves: str = "both") -> None:
+        """Says that no price counts a part of the job."""
+        self.unmodelled.append(Unmodelled(what, option, moves))
 
     def text(self, *names: str) -> str | None:
         """The text of the first of these options that is set; None if none is, or if it is not
@@ -119,7 +122,12 @@ class Arguments:
         flags = {name: value for name, value in self.values.items() if name in self.read}
         unpriced = self.rest(neutral) if neutral else ()
         return Job(
-            framework, flags=flags, unpriced=unpriced, findings=tuple(self.findings), **fields
+            framework,
+            flags=flags,
+            unpriced=unpriced,
+            findings=tuple(self.findings),
+            unmodelled=tuple(self.unmodelled),
+            **fields,
         )
 
     def rest(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
@@ -147,31 +155,6 @@ def note_model(args: Arguments, *names: str) -> None:
     if name:
         model = shown_value(args.values[name])
         args.find("note", f"the model is {model}: give its dimensions with --model")
-
-
-def find_adapters(args: Arguments) -> None:
-    """Adds a finding if only low-rank adapters are trained."""
-    kinds = ("finetuning_type", "tuner_type", "train_type", "adapter", "peft_scheme", "peft")
-    kind = args.text(*kinds)
-    switches = (
-        "use_peft",
-        "use_lora",
-        "lora_enable",
-        "q_lora",
-        "use_llm_lora",
-        "use_backbone_lora",
-    )
-    texts = [args.text(name) for name in (*_RANKS, *switches)]
-    ranks = [text for text in texts if text is not None and not is_false(text)]
-    used = kind.lower() in _ADAPTERS if kind is not None else bool(ranks)
-    if any(args.flag(name) is False for name in switches[:3]):
-        used = False
-    if used:
-        args.find(
-            "unknown",
-            "only low-rank adapters are trained: priced as if all parameters were",
-            legal=("plan the model with its adapters: autopar explain module:function",),
-        )
 
 
 def unread_files(script: Script) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autopar.targets.arguments import Arguments, find_adapters, is_false
+from autopar.targets.arguments import Arguments, is_false
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
 from autopar.targets.target import vocabulary_of
@@ -78,7 +78,6 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
                 "note",
                 f"the batch grows at first ({name} {ramp}): times are those of the full batch",
             )
-    find_adapters(args)
     if resolved is False and not any(args.values.get(name) for name in MICRO_BATCH):
         args.find("unknown", "micro_batch_size does not stand in the file: 1 is taken",
                   legal=("give --micro-batch",))  # fmt: skip
@@ -174,9 +173,7 @@ def _expert_layers(args: Arguments, layers: int) -> tuple[int, str]:
         return _dense("1" + "0" * (int(pattern) - 1), layers)
     sums = re.fullmatch(r"\(?((?:\+?\[(?:[01],?)+\](?:\*\d{1,4})?)+)\)?", pattern)
     if sums is None:
-        args.find(
-            "note", f"moe_layer_freq {text}: which layers have experts is priced as if all had"
-        )
+        args.leave_out("dense layers among those with experts", f"moe_layer_freq={text}")
         return 0, ""
     parts = re.findall(r"\[([01,]+)\](?:\*(\d+))?", sums[1])
     counted = [(part.replace(",", ""), int(count or 1)) for part, count in parts]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from autopar.errors import AutoparError
 from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets import deepspeed
-from autopar.targets.arguments import Arguments, find_adapters, note_model, options_of, unread_files
+from autopar.targets.arguments import Arguments, note_model, options_of, unread_files
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.shell import read_script
 from autopar.targets.target import (
@@ -139,13 +139,9 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
 def _note(args: Arguments, trainer: str) -> None:
     note_model(args, "model.model_name_or_path", "actor.model_name_or_path", "pretrain")
     if "ppo" in trainer:
-        args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
-    elif trainer == "train_dpo":
-        args.find("note", "the reference model takes memory besides")
+        args.find("note", "priced is the update of the actor")
     if args.flag(*_NAMES["packed"]):
         args.find("note", "samples are packed without padding: priced as all of the full length")
-    rank = args.whole("ds.lora.rank", "lora_rank", least=0)
-    find_adapters(Arguments({"lora_rank": str(rank or 0)}, args.findings))
 
 
 def refusals(job: Job, gpus: int) -> list[Finding]:

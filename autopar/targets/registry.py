@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from autopar.targets.shell_words import CLOSE, OPEN
 from autopar.targets.target import Source, Target
 from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.transformers import TRANSFORMERS
+from autopar.targets.unmodelled import with_unmodelled
 from autopar.targets.verl import VERL
 
 TARGETS: dict[str, Target] = {
@@ -98,6 +99,12 @@ def _arguments(args: Sequence[str] | None, text: str, path: str) -> tuple[str, .
     return tuple(args)
 
 
+def _reader_of(source: Source) -> Callable[[Source], Job] | None:
+    """What reads a file, by its form; None if nothing does."""
+    known = next((target.read for target in TARGETS.values() if target.reads(source)), None)
+    return trainers.read if known is None and trainers.reads(source) else known
+
+
 def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | None = None) -> Job:
     """The job that a file of another framework says. Nothing in the file is run.
 
@@ -123,13 +130,9 @@ def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | 
         return read_text(found, "script") if found else None
 
     source = Source(text, Path(path).name, beside, function, given)
-    if target is not None:
-        return target_of(target).read(source)
-    for known in TARGETS.values():
-        if known.reads(source):
-            return known.read(source)
-    if trainers.reads(source):
-        return trainers.read(source)
+    reads = target_of(target).read if target is not None else _reader_of(source)
+    if reads is not None:
+        return with_unmodelled(reads(source), source)
     if re.search(r'"(model_type|architectures)"\s*:', text):
         raise AutoparError(f"{path} is no job: it describes a model: give it as --model hf:{path}")
     raise AutoparError(

@@ -14,7 +14,6 @@ from autopar.errors import AutoparError
 from autopar.targets import accelerate, deepspeed
 from autopar.targets.arguments import (
     Arguments,
-    find_adapters,
     flat_texts,
     is_false,
     is_none,
@@ -67,7 +66,6 @@ def read(source: Source) -> Job:
     gpus = args.whole("num_processes") or (per_node * (nodes or 1) if per_node else base.gpus)
     args.read.update(n for n in ("optim", "optimizer") if _ADAM.fullmatch(args.values.get(n, "")))
     note_model(args, "model_name_or_path", "base_model", "model", "model_id")
-    find_adapters(args)
     job = args.job(
         base.framework,
         _NEUTRAL,

@@ -11,7 +11,6 @@ from autopar.errors import AutoparError
 from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.arguments import (
     Arguments,
-    find_adapters,
     flat_texts,
     is_none,
     note_model,
@@ -140,7 +139,7 @@ def _layout(args: Arguments, gpus: int | None) -> tuple[Layout, int | None]:
     if group.isdigit() and gpus and gpus % int(group) == 0:
         copies = gpus // int(group)
     elif group.isdigit():
-        args.find("note", f"fsdp_size {group}: priced as shared out over all devices")
+        args.leave_out("groups that share out parameters", f"fsdp_size={group}")
     zero = 0 if group == "1" else 2 if kept else 3
     return Layout(
         cp=cp,
@@ -173,12 +172,10 @@ def _micro(args: Arguments, cp: int, seq: int | None, gpus: int | None) -> int:
 def _note(args: Arguments) -> None:
     note_model(args, f"{_MODEL}path", "model.path", "model.partial_pretrain")
     if any(name.startswith(_ACTOR) for name in args.values):
-        args.find("note", "priced is the update of the actor: other models on its devices take memory besides")  # fmt: skip
+        args.find("note", "priced is the update of the actor")
     moved = (f"{_ACTOR}fsdp_config.param_offload", f"{_ACTOR}fsdp_config.optimizer_offload")
     if any([args.flag(name) for name in moved]):
         args.find("note", "what fsdp_config offloads is on the devices during the update, and priced there")  # fmt: skip
-    rank = args.whole(f"{_MODEL}lora_rank", "model.lora_rank", least=0)
-    find_adapters(Arguments({"lora_rank": str(rank or 0)}, args.findings))
 
 
 def refusals(job: Job, gpus: int) -> list[Finding]:

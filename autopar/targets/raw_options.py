@@ -1,0 +1,174 @@
+"""All options of a job's file by path, whether its reader knows them or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.targets.arguments import flat, is_false, options_of, read_mapping
+from autopar.targets.expansion import is_known, shown_value
+from autopar.targets.extended import extended_mapping
+from autopar.targets.job import Job
+from autopar.targets.python_settings import settings_of
+from autopar.targets.shell import read_script
+from autopar.targets.target import Source
+
+_OFF = ("", "[]", "{}", "0.0", "()", "''", '""')
+_FILES = (
+    "deepspeed", "deepspeed_config", "ds_config", "deepspeed_config_file", "config_file", "fsdp_config", "fsdp", "config",
+)  # fmt: skip
+"""Options that name a file with more options of the job."""
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w@/]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+_SERVER = re.compile(
+    r"vllm[ _-]serve|vllm\.entrypoints|sglang\.launch_server|sglang_router|swift (rollout|deploy)|axolotl vllm-serve"
+)
+"""Programs that answer requests beside a training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a job as its file has them.
+
+    Attributes:
+        values: texts by path, with underscores for hyphens. A switch by its name alone has the text
+            'true', and an option that is off or not set is left out.
+        off: the paths of the options that are off.
+        program: the words of the command that starts the job, or the name of a Python file.
+        called: the names that a Python file calls.
+        servers: commands that start an engine beside the job.
+    """
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    off: tuple[str, ...] = ()
+    program: str = ""
+    called: str = ""
+    servers: tuple[str, ...] = ()
+
+    def path(self, end: str) -> str:
+        """The path of the first option that is on and whose path is or ends with `end`; or ''."""
+        ends = (path for path in self.values if path == end or path.endswith(f".{end}"))
+        return next(ends, "")
+
+    def text(self, *ends: str) -> str:
+        """The text of the first of these options that is on, by the ends of their paths; or ''."""
+        return next((self.values[path] for end in ends if (path := self.path(end))), "")
+
+    def is_off(self, end: str) -> bool:
+        """Whether an option whose path is or ends with `end` is off."""
+        return any(path == end or path.endswith(f".{end}") for path in self.off)
+
+
+def shown(path: str, value: str) -> str:
+    """An option for a message."""
+    return path if value == "true" else f"{path}={shown_value(value)[:60]}"
+
+
+def options_of_job(source: Source, job: Job) -> Options:
+    """The options in the file of a job. Where a file has several commands or functions, those of the
+    one with most of the options that were read for the job.
+    """
+    suffix = source.name.rsplit(".", 1)[-1].lower()
+    try:
+        if suffix in ("yaml", "yml", "json", "toml"):
+            return _options(_texts(_of_data(source, suffix)), source, program=source.name)
+        return _of_python(source, job) if suffix == "py" else _of_script(source, job)
+    except AutoparError:
+        return Options()
+
+
+def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> Options:
+    """Options from texts by path, with those of the files that they name."""
+    plain = {re.sub(r"^[+~]*", "", path).replace("-", "_"): text for path, text in texts.items()}
+    plain |= _of_files(plain, source)
+    values: dict[str, str] = {}
+    for path, text in plain.items():
+        value = text.strip()
+        if not is_false(value) and value not in _OFF:
+            values[path] = "true" if value.lower() in ("true", "yes", "on") else value
+    off = tuple(path for path in plain if path not in values)
+    return Options(values, off, **fields)
+
+
+def _of_data(source: Source, suffix: str) -> Mapping[str, object]:
+    if suffix == "toml":
+        import tomllib
+
+        try:
+            return flat(tomllib.loads(source.text))
+        except tomllib.TOMLDecodeError:
+            return {}
+    return flat(extended_mapping(source)[0])
+
+
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {path: str(value) for path, value in values.items()}
+
+
+def _of_python(source: Source, job: Job) -> Options:
+    names = set(job.flags)
+
+    def fits(values: Mapping[str, str]) -> bool:
+        ends = {path.rpartition(".")[2] for path in values}
+        return bool(ends) and len(names & ends) >= min(2, len(names))
+
+    settings = settings_of(source.text, source.name, source.function, fits)
+    called = " ".join(path for path in settings.values if "." not in path)
+    values = {path: value for path, value in settings.values.items() if "." in path}
+    return _options(values, source, program=source.name, called=called)
+
+
+def _of_script(source: Source, job: Job) -> Options:
+    script = read_script(source.text, source.read_file, source.args)
+    names, best, program = set(job.flags), dict[str, str](), ""
+    servers: list[str] = []
+    for _, words in script.programs():
+        line = " ".join(filter(is_known, words[:6]))
+        if _SERVER.search(line):
+            servers.append(line[:80])
+            continue
+        values = command_options(words)
+        if not program or len(names & _ends(values)) > len(names & _ends(best)):
+            best, program = values, _program(words)
+    texts = {path: value or "true" for path, value in best.items()}
+    read = replace(source, read_file=script.reader(source.read_file))
+    return _options(texts, read, program=program, servers=tuple(servers))
+
+
+def _program(words: Sequence[str]) -> str:
+    """What a command starts: its words before the first option behind the program."""
+    named = [n for n, word in enumerate(words) if re.search(r"\.py$|openrlhf|verl\.|^swift$", word)]
+    end = named[0] + 2 if named else 4
+    return " ".join(word for word in words[:end] if not word.startswith("-") and is_known(word))
+
+
+def _ends(values: Mapping[str, str]) -> set[str]:
+    return {*values, *(path.rpartition(".")[2] for path in values)}
+
+
+def command_options(words: Iterable[str]) -> dict[str, str]:
+    """The options of a command and its overrides in Hydra's form, by path."""
+    words = tuple(words)
+    found = options_of(words)
+    for word in words:
+        if not word.startswith("-") and (match := _OVERRIDE.fullmatch(word)):
+            found[match[1].replace("-", "_")] = match[2]
+    return found
+
+
+def _of_files(values: Mapping[str, str], source: Source) -> dict[str, str]:
+    """The options in the files that options name, each under the name of its option."""
+    found: dict[str, str] = {}
+    for path, name in values.items():
+        option = path.rpartition(".")[2]
+        if option not in _FILES or not re.search(r"\.(json|ya?ml)$", name):
+            continue
+        try:
+            text = source.read_file(name)
+            inner = flat(read_mapping(text, name)) if text is not None else {}
+        except AutoparError:
+            continue
+        found |= {f"{option}.{key}": str(value) for key, value in inner.items()}
+    return found

@@ -1,0 +1,39 @@
+"""The parts of a job that no price counts, from all options of its file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from autopar.targets.adapters import partly_trained
+from autopar.targets.beside import beside
+from autopar.targets.job import Job, Unmodelled
+from autopar.targets.raw_options import options_of_job
+from autopar.targets.target import Source
+from autopar.targets.weight_rules import RULES
+from autopar.targets.weights import parts_by_rule
+
+
+def with_unmodelled(job: Job, source: Source) -> Job:
+    """The job with the parts that no price counts. Options that say them are no longer listed among
+    those without a price.
+    """
+    options = options_of_job(source, job)
+    around = beside(job, options)
+    found = (*job.unmodelled, *partly_trained(job, options), *around.parts)
+    found += tuple(parts_by_rule(job, options, RULES))
+    parts = tuple({part.what: part for part in reversed(found)}.values())[::-1]
+    names = {_name(part) for part in parts}
+    unpriced = tuple(text for text in job.unpriced if _end(text) not in names)
+    return replace(
+        job, unmodelled=parts, unpriced=unpriced, findings=(*job.findings, *around.notes)
+    )
+
+
+def _name(part: Unmodelled) -> str:
+    return _end(part.option)
+
+
+def _end(text: str) -> str:
+    """The last part of the path of an option, as `path=value` says it."""
+    return re.split(r"[=,]", text)[0].rpartition(".")[2]
