@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,9 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.arguments import flat, is_false, options_of, read_mapping
-from autopar.targets.expansion import is_known, shown_value
+from autopar.targets.expansion import is_known, shown_value, unknown
 from autopar.targets.extended import extended_mapping
 from autopar.targets.job import Job
-from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import read_script
 from autopar.targets.target import Source
 
@@ -21,6 +21,8 @@ _FILES = (
     "deepspeed", "deepspeed_config", "ds_config", "deepspeed_config_file", "config_file", "fsdp_config", "fsdp", "config",
 )  # fmt: skip
 """Options that name a file with more options of the job."""
+_TRAINERS = ("accelerate", "deepspeed", "transformers")
+"""Targets whose Python files are programs, not recipes."""
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w@/]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _SERVER = re.compile(
     r"vllm[ _-]serve|vllm\.entrypoints|sglang\.launch_server|sglang_router|swift (rollout|deploy)|axolotl vllm-serve"
@@ -108,16 +110,52 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _of_python(source: Source, job: Job) -> Options:
+    try:
+        tree = ast.parse(source.text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Options()
+    called, values = list[str](), dict[str, str]()
+    for node in _parts(tree, source.function, job):
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Call):
+                name = ast.unparse(inner.func).rpartition(".")[2]
+                named = [(key.arg, key.value) for key in inner.keywords if key.arg]
+                called += [name, *(ast.unparse(arg).rpartition(".")[2] for arg in inner.args[:1])]
+                values |= {f"{name}.{key}": _text(value) for key, value in named}
+                values |= {f"{name}.0": _text(inner.args[0])} if inner.args else {}
+            elif isinstance(inner, ast.Assign):
+                targets = [t for t in inner.targets if isinstance(t, ast.Attribute)]
+                values |= {ast.unparse(t).partition(".")[2]: _text(inner.value) for t in targets}
+    return _options(values, source, program=source.name, called=" ".join(called))
+
+
+def _parts(tree: ast.Module, function: str, job: Job) -> list[ast.AST]:
+    """The statements that a job is read from: a recipe is one function with those that it calls."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if not functions or (job.framework in _TRAINERS and not function):
+        return [tree]
     names = set(job.flags)
 
-    def fits(values: Mapping[str, str]) -> bool:
-        ends = {path.rpartition(".")[2] for path in values}
-        return bool(ends) and len(names & ends) >= min(2, len(names))
+    def words(node: ast.AST) -> set[str]:
+        found = {key.arg for n in ast.walk(node) if isinstance(n, ast.Call) for key in n.keywords}
+        found |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+        return {word for word in found if word}
 
-    settings = settings_of(source.text, source.name, source.function, fits)
-    called = " ".join(path for path in settings.values if "." not in path)
-    values = {path: value for path, value in settings.values.items() if "." in path}
-    return _options(values, source, program=source.name, called=called)
+    first = functions.get(function) or max(
+        functions.values(), key=lambda node: len(names & words(node))
+    )
+    parts: dict[str, ast.AST] = {first.name: first}
+    for node in ast.walk(first):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            parts |= {n: functions[n] for n in (node.func.id,) if n in functions}
+    return list(parts.values())
+
+
+def _text(node: ast.expr) -> str:
+    try:
+        return str(ast.literal_eval(node))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return unknown(ast.unparse(node)[:60])
 
 
 def _of_script(source: Source, job: Job) -> Options:
