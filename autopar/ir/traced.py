@@ -202,6 +202,7 @@ class TracedModel:
         row_limits: the embedding tables whose rows a step rescales before forward.
         together: how many consecutive rows of the user's batch are one row of the graph, such as
             the two answers of a pair. They are in dim 1 of the graph's inputs if they are several.
+        plain: Python values of the example batch by flat name, with which forward was captured.
     """
 
     inputs: tuple[str, ...]
@@ -221,6 +222,7 @@ class TracedModel:
     row_dims: dict[str, int] = field(default_factory=dict)
     row_limits: tuple[RowLimit, ...] = ()
     together: int = 1
+    plain: dict[str, Any] = field(default_factory=dict)
 
     @property
     def graph_inputs(self) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
         )
     if norms:
         found.append(
-            f"batch norm x{len(norms)} takes its statistics over one micro-batch of all data-parallel ranks: equal to one device that runs "
+            f"batch norm (and instance norm with running statistics) x{len(norms)} takes statistics over one "
+            "micro-batch of all data-parallel ranks: equal to one device that runs "
             "the same micro-batches, not to one that runs the whole batch at once"
         )
     if random:

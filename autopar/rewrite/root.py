@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import cast
 
 import torch
@@ -124,6 +125,10 @@ class RootGraph:
 
     def _take(self, source: Source, name: str, val: torch.Tensor, layouts: Layouts) -> None:
         node = self.graph.placeholder(name)
+        if not name.isidentifier() or iskeyword(
+            name
+        ):  # an entry of a nested batch, such as 'inputs.ids'
+            node.target = node.name
         self.sizes.offer(node, val, layouts)
         self._record(source, node, val, layouts)
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from autopar.errors import AutoparError, shown
 from autopar.models.rows import BatchDims, row_dims, rows_first
 from autopar.ops.work import positions
+from autopar.trace.nested import is_plain, leaves, rebuilt
 
-ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-
-
-def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
-    """Flat names of a batch's tensors: the keys of a mapping, or `arg0`, `arg1`, ..."""
-    if isinstance(example_inputs, Mapping):
-        return tuple(example_inputs)
-    return tuple(f"arg{i}" for i in range(len(example_inputs)))
+ExampleInputs = Mapping[str, Any] | Sequence[Any]
+"""Tensors by the names of forward's arguments, or in their order. Entries may nest, and may be
+Python values.
+"""
 
 
 def check_example(example_inputs: ExampleInputs) -> None:
-    """Raise AutoparError unless `example_inputs` is a dense tensor, or a mapping or sequence of
-    such, each with one element or more.
+    """Raise AutoparError unless `example_inputs` is a batch (`batch_tensors`) of tensors with one
+    element or more.
     """
     for name, tensor in batch_tensors(example_inputs, "example_inputs").items():
         if tensor.numel() == 0:
@@ -35,11 +33,21 @@ def check_example(example_inputs: ExampleInputs) -> None:
 def batch_tensors(
     batch: ExampleInputs | torch.Tensor, what: str = "batch"
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by flat name: their keys, or `arg0`, `arg1`, ... One tensor is a batch
-    of one.
+    """The tensors of a batch by flat name (`leaves`), without its Python values. One tensor is a
+    batch of one.
 
-    Raises AutoparError for anything but a mapping from texts, or a sequence, of dense tensors, or
-    if there is none. `what` names the argument in the message.
+    Raises AutoparError for anything but a mapping from texts, or a sequence, of dense tensors,
+    Python values, and mappings and sequences of these; or if there is no tensor. `what` names the
+    argument in the message.
+    """
+    return batch_entries(batch, what)[0]
+
+
+def batch_entries(
+    batch: ExampleInputs | torch.Tensor, what: str = "batch"
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(the tensors of a batch, its Python values), each by flat name. Arguments and errors are those
+    of `batch_tensors`.
     """
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
@@ -52,31 +60,40 @@ def batch_tensors(
         raise AutoparError(
             f"{subject} a mapping from argument names to tensors, or a tuple of tensors"
         )
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = dict(zip(input_names(batch), values, strict=True))
-    for name, value in tensors.items():
-        if not isinstance(name, str):
-            raise AutoparError(
-                f"{what} has the key {shown(name)}; keys are the names of arguments of forward"
-            )
-        if not isinstance(value, torch.Tensor):
-            raise AutoparError(
-                f"{what} entry {shown(name)} is a {type(value).__name__}; autopar takes tensors only"
-            )
-        if value.layout != torch.strided or value.is_nested or value.is_quantized:
-            kind = (
-                "nested"
-                if value.is_nested
-                else "quantized"
-                if value.is_quantized
-                else str(value.layout)
+    tensors, plain = {}, {}
+    for name, value in leaves(batch).items():
+        if isinstance(value, torch.Tensor):
+            _check_dense(name, value, what)
+            tensors[name] = value
+        elif is_plain(value):
+            plain[name] = value
+        else:
+            remedy = (
+                "pass torch.as_tensor of it"
+                if type(value).__module__ == "numpy"
+                else "pass its tensors, in a dict"
             )
             raise AutoparError(
-                f"{what} entry {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form"
+                f"{what} entry {shown(name)} is a {type(value).__name__}; autopar takes tensors, Python numbers, texts and None, in "
+                f"mappings, sequences and dataclasses: {remedy}"
             )
     if not tensors:
         raise AutoparError(f"{what} holds no tensor")
-    return tensors
+    return tensors, plain
+
+
+def _check_dense(name: str, value: torch.Tensor, what: str) -> None:
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = (
+            "nested"
+            if value.is_nested
+            else "quantized"
+            if value.is_quantized
+            else str(value.layout)
+        )
+        raise AutoparError(
+            f"{what} entry {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form"
+        )
 
 
 def shorter_lengths(
@@ -101,8 +118,8 @@ def shorter_lengths(
 def shortened(
     example_inputs: ExampleInputs, length: int, batch_dims: BatchDims | None = None
 ) -> ExampleInputs:
-    """The example with sequences of `length`, as meta tensors that share no storage: a mapping for
-    a mapping, else a tuple.
+    """The example with sequences of `length`, as meta tensors that share no storage, nested
+    as the example is.
 
     Every dim as long as the example's sequences gets the new length, but for the dim of rows (dim 0
     of an input without rows). `batch_dims` says where rows are, as in `row_dims`.
@@ -121,4 +138,4 @@ def shortened(
         )
         for name, t in tensors.items()
     }
-    return found if isinstance(example_inputs, Mapping) else tuple(found.values())
+    return rebuilt(example_inputs, found)

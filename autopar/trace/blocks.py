@@ -100,6 +100,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         notes=captured.notes,
         row_dims=captured.row_dims,
         together=captured.together,
+        plain=captured.plain,
         updates=updates,
     )
 

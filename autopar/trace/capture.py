@@ -18,16 +18,19 @@ from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
 from autopar.models.rows import BatchDims, in_groups, row_dims, rows_first
 from autopar.ops.values import output_nodes
-from autopar.trace.batches import ExampleInputs, batch_tensors
+from autopar.trace.batches import ExampleInputs, batch_entries
 from autopar.trace.captured import Captured
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
 from autopar.trace.edit import call, is_op
 from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.in_place import rewrite_in_place
+from autopar.trace.loss_of_output import arguments_of, loss_of, target_name
+from autopar.trace.nested import rebuilt
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
-from autopar.trace.refusals import check_symbols, check_values, shape_text, why_not_captured
+from autopar.trace.refusals import check_symbols, check_values, own_generator, why_not_captured
+from autopar.trace.running_statistics import cumulative_averages
 from autopar.trace.user_lines import line_of_node, line_of_nodes
 from autopar.trace.watched import values_unread, watched_forward
 
@@ -42,24 +45,23 @@ class _LossModule(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        names: tuple[str, ...],
-        keyword: bool,
+        form: ExampleInputs,
         loss_fn: Callable | None,
         aliases: Aliases,
         record: StateRecord,
         moved: Mapping[str, int],
         joined: Collection[str],
     ) -> None:
-        """`names` are all inputs in order; `keyword`: the model takes them by name. `aliases` are
+        """`form` is a batch nested like the user's, of which tensors are replaced. `aliases` are
         refreshed before each call, and `record` watches it. `moved`: by input, the dim to which dim
         0, the rows, is moved before the model is called. `joined`: inputs whose dims 0 and 1 are
         rows, which are flattened before.
         """
         super().__init__()
-        self.model, self.names, self.keyword = model, names, keyword
+        self.model, self.form = model, form
         self.loss_fn, self.aliases, self.record = loss_fn, aliases, record
         self.moved, self.joined = moved, joined
-        self.targets = _target_name(names) if loss_fn is not None else ""
+        self.notes: list[str] = []
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         batched = {name: tensor for name, tensor in tensors.items() if _is_batched(tensor)}
@@ -77,60 +79,21 @@ class _LossModule(nn.Module):
         tensors = tensors | {
             name: tensors[name].movedim(0, dim) for name, dim in self.moved.items()
         }
-        call = {name: tensors[name] for name in self.names if name != self.targets}
-        output = self.model(**call) if self.keyword else self.model(*call.values())
-        if self.loss_fn is None:
-            loss, source = _find_loss(output), f"forward of {type(self.model).__name__}"
-            remedy = "pass labels in example_inputs so that the model computes its loss, or pass "
-        else:
-            loss, source, remedy = (
-                self.loss_fn(output, tensors[self.targets]),
-                "loss_fn",
-                "end it with .mean() or .sum(), as ",
-            )
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            what = (
-                f"a tensor of shape ({shape_text(loss)})"
-                if isinstance(loss, torch.Tensor)
-                else f"a {type(loss).__name__}"
-            )
-            raise AutoparError(
-                f"{source} returned {what}, not a scalar loss: {remedy}loss_fn=lambda output, target: ..."
-            )
-        if not loss.is_floating_point():
-            raise AutoparError(
-                f"{source} returned a loss of {loss.dtype}; a loss is a real floating-point number"
-            )
-        if not loss.requires_grad and any(p.requires_grad for p in self.model.parameters()):
-            raise AutoparError(
-                f"{source} returned a loss without gradient: was it computed under no_grad, or detached?"
-            )
-        return loss
+        batch, keyword = rebuilt(self.form, tensors), isinstance(self.form, Mapping)
+        entries = dict(batch if keyword else {f"arg{k}": part for k, part in enumerate(batch)})
+        target = "" if self.loss_fn is None else target_name(tuple(entries))
+        call = arguments_of(self.model, entries, keyword, target)
+        output = self.model(**call) if keyword else self.model(*call.values())
+        source = f"forward of {type(self.model).__name__}"
+        if self.loss_fn is not None:
+            output, source = self.loss_fn(output, entries[target]), "loss_fn"
+        trains = any(p.requires_grad for p in self.model.parameters())
+        self.notes.clear()
+        return loss_of(output, source, self.loss_fn is not None, self.notes, trains)
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0 and isinstance(tensor.shape[0], torch.SymInt)
-
-
-def _target_name(names: tuple[str, ...]) -> str:
-    for name in ("labels", "targets", "target", "label"):
-        if name in names:
-            return name
-    return names[-1]
-
-
-def _find_loss(output: Any) -> Any:
-    """The loss in a model's output. Of a mapping: the entry 'loss', None if missing. Otherwise the
-    attribute `loss`, else the first entry of a tuple or list, else the output itself.
-    """
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif getattr(output, "loss", None) is not None:
-        loss = output.loss
-    elif isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    return loss
 
 
 def capture(
@@ -155,7 +118,7 @@ def capture(
 
     Raises AutoparError when the model cannot be captured, with the cause.
     """
-    tensors = batch_tensors(example_inputs)
+    tensors, plain = batch_entries(example_inputs)
     if MICRO_BATCH_SHARE in tensors:
         raise AutoparError(
             f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it"
@@ -191,10 +154,11 @@ def capture(
     record = StateRecord(structure, Functions.of(structure, loss_fn))
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
-        aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
+        aliases = Aliases(structure, start)
+        given = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
         how: dict[str, Any] = {
             "dims": dims,
-            "keyword": keyword,
+            "form": rebuilt(given, dict.fromkeys(tensors)),
             "loss_fn": loss_fn,
             "together": together,
         }
@@ -206,7 +170,7 @@ def capture(
             notes = check_state(captured, record, to_capture.capture)
         finally:
             start.restore()
-    return replace(captured, notes=(*captured.notes, *notes))
+    return replace(captured, notes=(*captured.notes, *notes), plain=plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +178,8 @@ class _Call:
     """What is captured, as data: the user's model, a copy (`structure`) with fake tensors, fake
     inputs by name with their rows first, and the user's dims of rows.
 
-    `copies` is the memo of the copy. `keyword`: inputs are passed by name. `together`: dim 1 of an
-    input has this number of rows, if it is more than one.
+    `copies` is the memo of the copy. `form`: a batch nested like the user's, without its tensors.
+    `together`: dim 1 of an input has this number of rows, if it is more than one.
     """
 
     model: nn.Module
@@ -224,7 +188,7 @@ class _Call:
     aliases: Aliases
     examples: dict[str, torch.Tensor]
     dims: dict[str, int | None]
-    keyword: bool
+    form: ExampleInputs
     loss_fn: Callable | None
     together: int
 
@@ -236,8 +200,7 @@ class _Call:
         moved = {name: dim for name, dim in self.dims.items() if dim}
         skeleton = _LossModule(
             self.structure,
-            names=names,
-            keyword=self.keyword,
+            form=self.form,
             loss_fn=self.loss_fn,
             aliases=self.aliases,
             record=record,
@@ -252,7 +215,7 @@ class _Call:
         }
         registered = Registered(self.model, self.structure, self.copies, record.made)
         try:
-            with watched_forward() as notes:
+            with watched_forward() as notes, cumulative_averages():
                 exported = torch.export.export(
                     skeleton, (self.examples,), dynamic_shapes=shapes, strict=False
                 )
@@ -263,7 +226,7 @@ class _Call:
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
         found = _collect(exported, self.model, names)
-        notes = [*notes, *record.notes]
+        notes = [*notes, *record.notes, *skeleton.notes]
         return replace(found, notes=tuple(notes), row_dims=moved, together=self.together)
 
 
@@ -385,9 +348,13 @@ def _collect(
                 n for n in exported.graph.find_nodes(op="placeholder") if n.name == placeholder
             )
             where = line_of_nodes(node.users)
-            raise AutoparError(
-                f"forward uses an object that is no tensor{where or f' ({placeholder})'}, for example a torch.Generator of its own, which "
-                "autopar cannot run; draw from torch's default generator, or pass numbers in as inputs"
+            raise (
+                own_generator(where)
+                if "Generator" in str(spec)
+                else AutoparError(
+                    f"forward uses an object that is no tensor{where or f' ({placeholder})'}, which autopar cannot run; pass its "
+                    "tensors in as inputs"
+                )
             )
     graph = exported.graph_module.graph
     graph.owning_module = exported.graph_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ class Captured:
     forward changes in place.  `notes` says what was captured in another way than it is written.
     `row_dims`: the dim of rows in the user's tensors, where that is not 0; in the graph it is.
     `together`: how many consecutive rows of the user's are one row of the graph, in its dim 1.
+    `plain`: Python values of the example batch by flat name.
     """
 
     graph: torch.fx.Graph
@@ -31,3 +33,4 @@ class Captured:
     row_dims: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     together: int = 1
+    plain: dict[str, Any] = field(default_factory=dict)

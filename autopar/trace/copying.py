@@ -48,6 +48,9 @@ def copy_with(
     shape yet.
     """
     memo = {} if memo is None else memo
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutoparError(_scripted(name, module))
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise AutoparError(
@@ -76,6 +79,16 @@ def copy_with(
         Exception
     ) as error:  # whatever `__deepcopy__` or `__reduce__` of the user's classes raise
         raise AutoparError(_why_not_copied(model, memo, error)) from error
+
+
+def _scripted(name: str, module: torch.jit.ScriptModule) -> str:
+    traced = isinstance(module, torch.jit.TracedModule)
+    made = "torch.jit.trace" if traced else "torch.jit.script or torch.jit.load"
+    return (
+        f"{f'module {name!r}' if name else 'the model'} ({module.original_name}) comes from {made}, and its code is no Python "
+        "that autopar can shard: put the nn.Module that it was made of in its place. Names are the same, so that load_state_dict(scripted.state_dict()) "
+        "fills it. Scripted functions may stay"
+    )
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, Any]]:

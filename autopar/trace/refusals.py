@@ -88,6 +88,17 @@ def other_rows(inputs: Mapping[str, torch.Tensor]) -> str:
     )
 
 
+def own_generator(where: str) -> AutoparError:
+    """The error for random numbers that forward draws from a torch.Generator of the user. `where`
+    names the line.
+    """
+    return AutoparError(
+        f"forward draws from a torch.Generator of its own{where}, whose numbers depend on how the batch is cut. Draw them outside of "
+        "forward, for the whole batch, and pass them in as an input; or draw without generator=, then parallelize(seed=) seeds them. "
+        "Numbers that are the same in every step belong into a buffer, made in __init__"
+    )
+
+
 def _changed_constant(name: str, reason: str, model: nn.Module) -> str:
     """The text of an error about a tensor that forward of a model called `name` changes in place and
     that is no buffer. `reason` is what torch says.

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.trace.running_statistics import instance_norm
+
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
@@ -133,5 +135,6 @@ RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.embedding: _with_limit(F.embedding),
     F.embedding_bag: _with_limit(F.embedding_bag),
+    F.instance_norm: instance_norm,
 }
 """The replacement of each function. It returns None if the function itself must be used."""

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.trace.hit_loops import HitLoops
 from autopar.trace.met_rows import met
 from autopar.trace.pieces import kept_whole, unread_counts
-from autopar.trace.refusals import other_rows
+from autopar.trace.refusals import other_rows, own_generator
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
@@ -101,6 +101,10 @@ class _ValueReads(TorchFunctionMode):
             return self._result(func, args, kwargs or {})
 
     def _result(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if func != torch.Generator and any(
+            isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
+        ):
+            raise own_generator(line_now())
         for replaced in (kept_whole, self.loops.run, met):
             if (found := replaced(func, args, kwargs)) is not None:
                 return found

@@ -35,7 +35,7 @@ ROWS = 8
 
 
 class Mlp(nn.Module):
-    """Two equal blocks with BatchNorm1d, one norm without affine parameters on (b, c, length), and buffers of the user's own."""
+    """Two equal blocks with BatchNorm1d, one norm on (b, c, length) that averages over all batches, and buffers of the user's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mlp(nn.Module):
             nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()) for _ in range(2)
         )
         self.sequence, self.plain = (
-            nn.BatchNorm1d(3, momentum=0.3, affine=False),
+            nn.BatchNorm1d(3, momentum=None, affine=False),
             nn.BatchNorm1d(12, track_running_stats=False),
         )
         self.outer = nn.Linear(12, 4)
@@ -71,13 +71,14 @@ class Convolutional(nn.Module):
         self.first, self.second = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 4, 3)
         self.norm0, self.norm1 = nn.BatchNorm2d(2), nn.BatchNorm2d(6)
         self.norm2, self.norm3 = nn.BatchNorm2d(4, eps=1e-3), nn.BatchNorm3d(2)
+        self.norm4 = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
         self.head = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         x = torch.relu(self.norm1(self.first(self.norm0(x))))
         x = torch.relu(self.norm2(self.second(x)))
         x = self.norm3(x.unflatten(1, (2, 2))).flatten(1, 2)
-        return F.mse_loss(self.head(x.mean((2, 3))), target)
+        return F.mse_loss(self.head(self.norm4(x).square().mean((2, 3))), target)
 
 
 class Mixed(nn.Module):
@@ -306,7 +307,8 @@ def solved_eval(built: nn.Module) -> Plan:
 
 def test_the_notes_say_what_a_micro_batch_means():
     assert any(
-        "batch norm x4" in note and "micro-batch" in note for note in notes(model("conv")[1])
+        "running statistics) x5" in note and "micro-batch" in note
+        for note in notes(model("conv")[1])
     )
     assert any("average, largest, calls" in note for note in notes(model("mlp")[1]))
     assert not any(

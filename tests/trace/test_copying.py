@@ -263,3 +263,38 @@ def test_gemma3n_clamps_its_weights():
     for layer in model.model.layers:
         layer.altup.eval()  # which does not clamp
     assert trace(model, {"input_ids": ids, "labels": ids.clone()}).segments
+
+
+class Halves(nn.Module):
+    """A layer, and a child that torch.jit made of another."""
+
+    def __init__(self, convert) -> None:
+        super().__init__()
+        self.inner, self.child = nn.Linear(6, 6), convert(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swish(self.child(self.inner(x))).square().sum()
+
+
+@torch.jit.script
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+@pytest.mark.parametrize(
+    ("convert", "words"),
+    [
+        (torch.jit.script, r"'child' \(Sequential\) comes from torch\.jit\.script"),
+        (lambda child: torch.jit.trace(child, torch.ones(2, 6)), r"comes from torch\.jit\.trace"),
+    ],
+)
+def test_modules_of_torch_jit_are_refused_and_fill_the_module_that_takes_their_place(
+    convert, words
+):
+    """A scripted function stays."""
+    scripted, model = Halves(convert), Halves(lambda child: child)
+    with pytest.raises(AutoparError, match=words) as refused:
+        trace(scripted, {"x": torch.ones(4, 6)})
+    paragraph(refused.value)
+    model.load_state_dict(scripted.state_dict())
+    assert trace(model, {"x": torch.ones(4, 6)}).segments

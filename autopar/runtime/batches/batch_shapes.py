@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,10 +16,7 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tor
     names, or a tensor of another shape or dtype, or on the meta device. The number of rows is free,
     but must be equal in all tensors with rows. Any floating-point dtype fits another.
     """
-    if set(tensors) != set(expected):
-        raise AutoparError(
-            f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}"
-        )
+    check_names(tensors, expected)
     for name, tensor in tensors.items():
         want = expected[name]
         if tensor.is_meta:
@@ -42,3 +40,33 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tor
         raise AutoparError(
             f"the batch's tensors have different numbers of rows: {held}; if one has no rows, plan with batch_dims={{its name: None}}"
         )
+
+
+def check_names(
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    plain: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise AutoparError if a batch lacks tensors that a model was planned for, `expected`, or has
+    others. `plain` are Python values of the example batch by name.
+    """
+    missing = [name for name in expected if name not in tensors]
+    more = [name for name in tensors if name not in expected]
+    if not missing and not more:
+        return
+    words = f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}"
+    if missing:
+        sizes = ", ".join(
+            "batch" if is_symbolic(size) else str(size) for size in expected[missing[0]].shape
+        )
+        words += (
+            f": give each batch {missing[0]!r}, of shape ({sizes}) and {expected[missing[0]].dtype}, such as ones for a mask that "
+            "masks nothing, or plan with an example without it"
+        )
+    elif plain is not None and more[0] in plain:
+        words += (
+            f", and {more[0]!r} was {plain[more[0]]!r}: give an example in which it is a tensor"
+        )
+    else:
+        words += f": leave out {more[0]!r}, or give an example with it"
+    raise AutoparError(words)

@@ -25,13 +25,14 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
 from autopar.runtime.batches.batch_checks import IndexLimits
-from autopar.runtime.batches.batch_shapes import check_shapes
+from autopar.runtime.batches.batch_shapes import check_names, check_shapes
 from autopar.runtime.batches.deal import Deal, deal, even_deal, rows_of_rank
 from autopar.runtime.batches.gathered_rows import gather_over, gather_rows, gather_uneven_rows
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
-from autopar.trace.batches import batch_tensors
+from autopar.trace.batches import batch_entries, batch_tensors
+from autopar.trace.nested import check_plain, rebuilt
 
 _SHARING = ("pp", "cp", "tp")
 """Axes whose ranks receive the same rows."""
@@ -134,7 +135,7 @@ class BatchSplitter:
             traced.row_dims,
             bool(traced.updates),
         )
-        self._together = traced.together
+        self._together, self._plain = traced.together, traced.plain
         self._draws = any(draws(node) for block in traced.classes for node in ops(block.graph))
         self.dtype = PRECISIONS[plan.precision]
         self.positions = positions(program.whole_inputs.values(), traced.together)
@@ -176,7 +177,7 @@ class BatchSplitter:
                 first, rows = rows_of_rank(tensor.shape[dim] // self._together, dp, index)
                 tensor = tensor.narrow(dim, first * self._together, rows * self._together)
             cut[name] = tensor
-        return cut if isinstance(batch, Mapping) else tuple(cut.values())
+        return rebuilt((batch,) if isinstance(batch, torch.Tensor) else batch, cut)
 
     def split(self, batch: Any, trains: bool = False) -> MicroBatches:
         """Check this rank's `batch` across all ranks, and split it into micro-batches. Every rank
@@ -229,7 +230,10 @@ class BatchSplitter:
         """This rank's batch, padded to the length of the shortest program that fits it. Raises
         AutoparError if its shapes, dtypes or index values do not fit the model.
         """
-        given = rows_first(batch_tensors(batch), self._row_dims)
+        entries, plain = batch_entries(batch)
+        check_names(entries, self.program.whole_inputs, self._plain)
+        check_plain(plain, self._plain)
+        given = rows_first(entries, self._row_dims)
         without = [name for name in given if not self._has_batch(name)]
         given = in_groups(given, self._together, without)
         number, length = self._fitting(given)
