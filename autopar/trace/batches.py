@@ -61,7 +61,7 @@ def batch_entries(
             f"{subject} a mapping from argument names to tensors, or a tuple of tensors"
         )
     tensors, plain = {}, {}
-    for name, value in leaves(batch).items():
+    for name, value in leaves(batch, "the batch" if what == "batch" else what).items():
         if isinstance(value, torch.Tensor):
             _check_dense(name, value, what)
             tensors[name] = value
@@ -80,6 +80,12 @@ def batch_entries(
     if not tensors:
         raise AutoparError(f"{what} holds no tensor")
     return tensors, plain
+
+
+def form_of(batch: ExampleInputs | torch.Tensor) -> ExampleInputs:
+    """A batch nested like `batch`, with None in the place of each tensor."""
+    given = (batch,) if isinstance(batch, torch.Tensor) else batch
+    return rebuilt(given, dict.fromkeys(batch_tensors(given)))
 
 
 def _check_dense(name: str, value: torch.Tensor, what: str) -> None:

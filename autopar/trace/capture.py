@@ -18,7 +18,7 @@ from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
 from autopar.models.rows import BatchDims, in_groups, row_dims, rows_first
 from autopar.ops.values import output_nodes
-from autopar.trace.batches import ExampleInputs, batch_entries
+from autopar.trace.batches import ExampleInputs, batch_entries, form_of
 from autopar.trace.captured import Captured
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
@@ -155,10 +155,9 @@ def capture(
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
         aliases = Aliases(structure, start)
-        given = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
         how: dict[str, Any] = {
             "dims": dims,
-            "form": rebuilt(given, dict.fromkeys(tensors)),
+            "form": form_of(example_inputs),
             "loss_fn": loss_fn,
             "together": together,
         }

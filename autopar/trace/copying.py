@@ -86,8 +86,8 @@ def _scripted(name: str, module: torch.jit.ScriptModule) -> str:
     made = "torch.jit.trace" if traced else "torch.jit.script or torch.jit.load"
     return (
         f"{f'module {name!r}' if name else 'the model'} ({module.original_name}) comes from {made}, and its code is no Python "
-        "that autopar can shard: put the nn.Module that it was made of in its place. Names are the same, so that load_state_dict(scripted.state_dict()) "
-        "fills it. Scripted functions may stay"
+        "that autopar can shard: put the nn.Module that it was made of in its place. Names are the same, so that "
+        "load_state_dict(scripted.state_dict()) fills it. Scripted functions may stay"
     )
 
 

@@ -41,7 +41,7 @@ def arguments_of(
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     if keyword and not takes_all and (more := [name for name in found if name not in parameters]):
         raise AutoparError(
-            f"forward of {type(model).__name__} takes {', '.join(parameters)}, and the batch has {more[0]!r} besides: leave it out of the "
+            f"forward of {type(model).__name__} takes {', '.join(parameters)}, and the batch has {more[0]!r} besides. Leave it out of the "
             f"example and of each batch, as {{k: v for k, v in batch.items() if k != {more[0]!r}}}"
         )
     return found

@@ -19,16 +19,17 @@ _PLAIN = (NoneType, bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.
 """Types of entries that are no tensors: forward is captured with their values."""
 
 
-def leaves(batch: Any) -> dict[str, Any]:
+def leaves(batch: Any, what: str = "the batch") -> dict[str, Any]:
     """What a batch holds, by flat name, in order: keys and places on the way, joined by dots, such
     as 'inputs.ids' or 'images.0'. Entries of a sequence as a whole are `arg0`, `arg1`, ...
 
-    Raises AutoparError if a key of the batch is no text, or two entries have one name.
+    Raises AutoparError if a key of the batch is no text, or two entries have one name. `what` names
+    the batch in the message.
     """
     found: dict[str, Any] = {}
-    for name, value in _walk(batch, "", "arg"):
+    for name, value in _walk(batch, "", "arg", what):
         if name in found:
-            raise AutoparError(f"the batch has two entries that are called {name!r}; rename one")
+            raise AutoparError(f"{what} has two entries that are called {name!r}; rename one")
         found[name] = value
     return found
 
@@ -44,9 +45,9 @@ def rebuilt(batch: Any, entries: Mapping[str, Any], name: str = "", prefix: str 
     if isinstance(batch, Mapping):
         new: Any = copy.copy(batch)
         if new is batch:
-            return {key: parts[_text(key)] for key in batch}
+            return parts
         for key in batch:
-            new[key] = parts[_text(key)]
+            new[key] = parts[key]
         return new
     if dataclasses.is_dataclass(batch):
         new = copy.copy(batch)
@@ -93,19 +94,25 @@ def _remedy(value: Any) -> str:
     return "Leave out what forward does not read, or make an engine for each value"
 
 
-def _walk(batch: Any, name: str, prefix: str) -> Iterator[tuple[str, Any]]:
+def _walk(batch: Any, name: str, prefix: str, what: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        for key in batch:
+            if not isinstance(key, str):
+                raise AutoparError(
+                    f"{what} has the key {shown(key)}; keys are texts, such as the names of arguments of forward"
+                )
     items = _items(batch, prefix)
     if items is None:
         yield name, batch
         return
     for key, value in items:
-        yield from _walk(value, _joined(name, key), "")
+        yield from _walk(value, _joined(name, key), "", what)
 
 
 def _items(value: Any, prefix: str) -> list[tuple[str, Any]] | None:
     """(flat key, value) of the entries of a container; None for any other value."""
     if isinstance(value, Mapping):
-        return [(_text(key), entry) for key, entry in value.items()]
+        return list(value.items())
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | torch.Size):
         keys = getattr(value, "_fields", None) if not prefix else None
         keys = keys or [f"{prefix}{place}" for place in range(len(value))]
@@ -113,14 +120,6 @@ def _items(value: Any, prefix: str) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not prefix:
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return None
-
-
-def _text(key: Any) -> str:
-    if not isinstance(key, str):
-        raise AutoparError(
-            f"a batch has the key {shown(key)}; keys are texts, such as the names of arguments of forward"
-        )
-    return key
 
 
 def _joined(name: str, key: str) -> str:

@@ -315,7 +315,7 @@ def rotate(x):
             Tokens(lambda x: x * x[x > 0].sort().values.sum()),
             "shape depends on data .*, by sort, .* not row by row.* use arithmetic with a mask instead",
         ),
-        (Tokens(end=lambda loss: loss.reshape(1)), r"tensor of shape \(1\), not a scalar loss"),
+        (Tokens(end=lambda loss: loss.expand(2)), r"tensor of shape \(2\), not a scalar loss"),
         (
             Tokens(end=lambda loss: loss.long()),
             "a loss of torch.int64; a loss is a real floating-point number",

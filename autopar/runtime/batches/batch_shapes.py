@@ -46,9 +46,10 @@ def check_names(
     tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     plain: Mapping[str, Any] | None = None,
+    planned: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise AutoparError if a batch lacks tensors that a model was planned for, `expected`, or has
-    others. `plain` are Python values of the example batch by name.
+    others. `plain` and `planned` are Python values, by name, of the batch and of the example batch.
     """
     missing = [name for name in expected if name not in tensors]
     more = [name for name in tensors if name not in expected]
@@ -59,13 +60,15 @@ def check_names(
         sizes = ", ".join(
             "batch" if is_symbolic(size) else str(size) for size in expected[missing[0]].shape
         )
+        if plain is not None and missing[0] in plain:
+            words = f"batch entry {missing[0]!r} is {plain[missing[0]]!r}; the model was planned for a tensor"
         words += (
             f": give each batch {missing[0]!r}, of shape ({sizes}) and {expected[missing[0]].dtype}, such as ones for a mask that "
             "masks nothing, or plan with an example without it"
         )
-    elif plain is not None and more[0] in plain:
+    elif planned is not None and more[0] in planned:
         words += (
-            f", and {more[0]!r} was {plain[more[0]]!r}: give an example in which it is a tensor"
+            f", and {more[0]!r} was {planned[more[0]]!r}: give an example in which it is a tensor"
         )
     else:
         words += f": leave out {more[0]!r}, or give an example with it"

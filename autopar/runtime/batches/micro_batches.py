@@ -231,7 +231,7 @@ class BatchSplitter:
         AutoparError if its shapes, dtypes or index values do not fit the model.
         """
         entries, plain = batch_entries(batch)
-        check_names(entries, self.program.whole_inputs, self._plain)
+        check_names(entries, self.program.whole_inputs, plain, self._plain)
         check_plain(plain, self._plain)
         given = rows_first(entries, self._row_dims)
         without = [name for name in given if not self._has_batch(name)]
