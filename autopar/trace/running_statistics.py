@@ -22,11 +22,11 @@ def cumulative_averages() -> Iterator[None]:
     """
     plain = _BatchNorm.forward
 
-    def forward(module: _BatchNorm, input: Tensor) -> Tensor:
-        counts = module.momentum is None and module.training and module.track_running_stats
-        if not counts or module.num_batches_tracked is None:
-            return plain(module, input)
-        return _averaged(module, input)
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+        counts = self.momentum is None and self.training and self.track_running_stats
+        if not counts or self.num_batches_tracked is None:
+            return plain(self, input)
+        return _averaged(self, input)
 
     _BatchNorm.forward = forward  # type: ignore[method-assign]
     try:
