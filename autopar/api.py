@@ -352,7 +352,7 @@ def parallelize(
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, cluster.device_type)
-    traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen, batch_dims)
+    traced, *shorter = _traced_on_ranks(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
     checked = _checked_weights(weights, model, traced)
 
@@ -464,6 +464,32 @@ def _traced_alike(
         traced if own == common else traced_on(each, kept_buffers=common)
         for traced, own, each in zip(found, kept, inputs, strict=True)
     ]
+
+
+def _traced_on_ranks(model: nn.Module, *args: Any) -> list[TracedModel]:
+    """`_traced_alike` of these arguments, which every rank calls. Raises AutoparError on all ranks
+    if it fails on one, or if ranks trace different models.
+    """
+    import torch.distributed as dist
+
+    from autopar.runtime.ranks.agreement import from_all
+
+    found: list[TracedModel] = []
+
+    def hashes() -> list[str]:
+        found.extend(_traced_alike(model, *args))
+        return [traced.model_hash for traced in found]
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    first, *others = from_all(group, hashes)
+    different = next((rank for rank, other in enumerate(others, 1) if other != first), 0)
+    if different:
+        raise AutoparError(
+            f"the model computes something else on rank {different} than on rank 0. Does it depend on the rank, by an attribute that "
+            "__init__ sets for example? Every rank must build the same model, as for one process: autopar shares out the batch and the "
+            "parameters"
+        )
+    return found
 
 
 def prepared(model: nn.Module, inputs: Collection[Any] = ()) -> nn.Module:

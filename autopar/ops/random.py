@@ -1,4 +1,4 @@
-"""Identifies calls that draw random numbers."""
+"""Identifies calls that draw random numbers, and calls whose results need no gradient."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ COUNTED = (
     "aten::randn_like",
 )
 """Draws that depend on the element, not on the rank, as dropout does."""
+NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")), *COUNTED,
+               *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
+"""Ops whose results never need a gradient."""
 
 
 def draws(node: Node) -> bool:

@@ -18,6 +18,7 @@ from autopar.rewrite.program import Program, evaluation_copy
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.programs.compiled import Compiler
+from autopar.runtime.state.new_values import apart
 from autopar.runtime.state.parameters import Parameters
 from autopar.runtime.state.precision import LossScale
 from autopar.runtime.state.tied_parameters import StageParameters
@@ -101,9 +102,10 @@ class Passes:
         self.parameters.gradients.after_backward()
 
     def _update_buffers(self, program: Program, values: tuple[torch.Tensor, ...]) -> None:
+        leaves = [self.parameters.leaves[name] for name in program.updates]
         with torch.no_grad():
-            for name, value in zip(program.updates, values, strict=True):
-                self.parameters.leaves[name].copy_(value)
+            for leaf, value in zip(leaves, apart(values, leaves), strict=True):
+                leaf.copy_(value)
 
     def _run_pipeline(
         self, group: dist.ProcessGroup, kind: str, program: Program, work: MicroBatches, draw: Draw

@@ -23,6 +23,7 @@ aten = torch.ops.aten
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("in_training(Tensor batch, Tensor running) -> Tensor")
 _LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImplicitAutograd")
+IN_TRAINING = torch.ops.autopar.in_training.default
 
 STATISTICS = "batch statistics"
 """`meta` key of nodes that compute statistics of a batch. It holds how many values of a channel a

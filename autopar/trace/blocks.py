@@ -18,14 +18,11 @@ from torch.utils._pytree import tree_leaves
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
-from autopar.ops.random import COUNTED
+from autopar.ops.random import NO_GRADIENT
 from autopar.ops.values import output_nodes
 from autopar.trace.capture import Captured
 from autopar.trace.segment_nodes import nodes_of_segments
 
-_NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")), *COUNTED,
-                *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
-"""Ops whose results never need a gradient."""
 _MOST_CLASSES = 4
 """The largest number of classes for segments of one structure, which differ in what they borrow.
 Layers that share all their parameters need two. If there would be more, each segment pays for
@@ -167,7 +164,7 @@ def mark_differentiable(captured: Captured) -> None:
         floating = isinstance(first, torch.Tensor) and first.is_floating_point()
         node.meta["grad"] = (
             floating
-            and op_name(node) not in _NO_GRADIENT
+            and op_name(node) not in NO_GRADIENT
             and any(i.meta.get("grad") for i in node.all_input_nodes)
         )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
 from autopar.models.rows import BatchDims, in_groups, row_dims, rows_first
 from autopar.ops.values import output_nodes
+from autopar.trace.assigned_state import AssignedState
 from autopar.trace.batches import ExampleInputs, batch_entries, form_of
 from autopar.trace.captured import Captured
+from autopar.trace.changed_state import check_changes
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
 from autopar.trace.edit import call, is_op
@@ -28,10 +31,11 @@ from autopar.trace.in_place import rewrite_in_place
 from autopar.trace.loss_of_output import arguments_of, loss_of, target_name
 from autopar.trace.nested import rebuilt
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
+from autopar.trace.one_process import OneProcess, check_kept_sizes
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import check_symbols, check_values, own_generator, why_not_captured
 from autopar.trace.running_statistics import cumulative_averages
-from autopar.trace.user_lines import line_of_node, line_of_nodes
+from autopar.trace.user_lines import line_of_nodes
 from autopar.trace.watched import values_unread, watched_forward
 
 __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
@@ -70,8 +74,13 @@ class _LossModule(nn.Module):
             torch._check(rows == first)  # one batch, though forward may never relate its inputs
         self.aliases.refresh(self.model)
         record = self.record
-        with record.around_call(), values_unread(record.loops, batched) as record.notes:
-            loss = self._loss(tensors)
+        record.assigned = AssignedState(self.model, record.functions.buffers, self.aliases.names)
+        with (
+            record.process.seen_by(record.functions),
+            record.around_call(),
+            values_unread(record.loops, batched) as record.notes,
+        ):
+            loss = record.assigned.run(partial(self._loss, tensors))
         return (loss, *self.record.tensors())
 
     def _loss(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -127,12 +136,7 @@ def capture(
     without = [name for name, dim in dims.items() if dim is None]
     tensors = in_groups(rows_first(tensors, dims), together, without)
     _refuse_hooks(model)
-    if isinstance(loss_fn, nn.Module) and (
-        own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]
-    ):
-        raise AutoparError(
-            f"loss_fn is a module with tensors of its own ({own[0]}), which the model lacks: make it a part of the model"
-        )
+    _refuse_own_tensors(loss_fn)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,6 +158,7 @@ def capture(
     record = StateRecord(structure, Functions.of(structure, loss_fn))
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
+        check_kept_sizes(start, record.functions, structure)
         aliases = Aliases(structure, start)
         how: dict[str, Any] = {
             "dims": dims,
@@ -215,18 +220,38 @@ class _Call:
         registered = Registered(self.model, self.structure, self.copies, record.made)
         try:
             with watched_forward() as notes, cumulative_averages():
-                exported = torch.export.export(
-                    skeleton, (self.examples,), dynamic_shapes=shapes, strict=False
-                )
+                exported = _exported(skeleton, self.examples, shapes)
                 read_as_attributes(exported, registered)
                 exported = _functional(exported)
         except AutoparError:
             raise
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
-        found = _collect(exported, self.model, names)
-        notes = [*notes, *record.notes, *skeleton.notes]
+        found = check_changes(_collect(exported, self.model, names), record.assigned)
+        notes = [*notes, *record.process.notes(), *record.notes, *skeleton.notes]
         return replace(found, notes=tuple(notes), row_dims=moved, together=self.together)
+
+
+def _exported(
+    skeleton: _LossModule, examples: dict[str, torch.Tensor], shapes: dict[str, Any]
+) -> torch.export.ExportedProgram:
+    """The exported program. If forward fails where torch.distributed is not initialized, it is
+    called again as if it was, with one process.
+    """
+    record = skeleton.record
+    export = partial(
+        torch.export.export, skeleton, (examples,), dynamic_shapes=shapes, strict=False
+    )
+    try:
+        return export()
+    except AutoparError:
+        raise
+    except Exception:
+        if not record.process.asked:
+            raise
+        record.before.restore()
+        record.process = OneProcess(initialized=True)
+        return export()
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -271,6 +296,16 @@ def _correct_values(graph: torch.fx.Graph) -> None:
         )
         node.meta["val"] = node.target(*args, **kwargs)
         changed.add(node)
+
+
+def _refuse_own_tensors(loss_fn: Callable | None) -> None:
+    """Raise AutoparError if `loss_fn` is a module with parameters or buffers."""
+    if isinstance(loss_fn, nn.Module) and (
+        own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]
+    ):
+        raise AutoparError(
+            f"loss_fn is a module with tensors of its own ({own[0]}), which the model lacks: make it a part of the model"
+        )
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -384,15 +419,14 @@ def _return_updates(
     first_name: dict[str, str],
     attributes: dict[str, str],
 ) -> tuple[str, ...]:
-    """Change the graph to return the loss and then the detached new value of each buffer that
-    forward changes. Returns the names of these buffers, in that order.
+    """Change the graph to return the loss and then the detached new value of each buffer and
+    parameter that forward changes. Returns their names, in that order.
 
     `output_specs` are torch.export's. `first_name` maps every name of a tensor to its first, and
     `attributes` placeholders to names.
 
-    Reads of a changed buffer are wrapped in `autopar::in_training`: in evaluation the buffer does
-    not change. Raises AutoparError if forward changes a parameter, or another tensor that is no
-    input.
+    Reads of a changed one are wrapped in `autopar::in_training`: in evaluation it does not change.
+    Raises AutoparError if forward changes another tensor that is no input.
     """
     output = graph.output_node()
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -402,7 +436,7 @@ def _return_updates(
         kind = spec.kind.name
         if kind == "USER_OUTPUT":
             outputs.append(node)
-        elif kind == "BUFFER_MUTATION":
+        elif kind in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
             name = first_name[spec.target.removeprefix("model.")]
             if node.op != "call_function":  # the buffer becomes another tensor as it is
                 with graph.inserting_before(output):
@@ -417,11 +451,6 @@ def _return_updates(
                     user.replace_input_with(node, read)
             with graph.inserting_before(output):
                 changed[name] = call(graph, node, torch.ops.aten.detach.default, node)
-        elif kind == "PARAMETER_MUTATION":
-            raise AutoparError(
-                f"forward changes parameter {spec.target.removeprefix('model.')!r} in place{line_of_node(node)}, past the optimizer: "
-                "compute with the changed value as a new tensor (weight.clamp(-1, 1) instead of weight.data.clamp_(-1, 1))"
-            )
         elif (
             kind != "USER_INPUT_MUTATION"
         ):  # what becomes of the caller's tensor is the caller's affair

@@ -62,6 +62,11 @@ class Aliases:
             if id(tensor) in names
         ]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the parameters and buffers that have such places."""
+        return frozenset(name for _, name in self._places)
+
     def refresh(self, model: nn.Module) -> None:
         """Put the tensors that are now in the registries of `model` into the recorded places."""
         tensors = _registered(model) if self._places else {}

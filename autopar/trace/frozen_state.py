@@ -24,10 +24,12 @@ from torch.fx import Node
 
 from autopar.errors import AutoparError, one_line
 from autopar.ops.values import fake_tensor
+from autopar.trace.assigned_state import AssignedState
 from autopar.trace.captured import Captured
 from autopar.trace.graph_keys import GraphKeys, storage_address
 from autopar.trace.hit_loops import HitLoops
 from autopar.trace.normalize import inline_no_grad_regions
+from autopar.trace.one_process import OneProcess
 from autopar.trace.python_state import RANDOM, Functions, Snapshot, generator_state
 from autopar.trace.state_reads import methods_of, read_of
 from autopar.trace.user_lines import is_of_user, line_text
@@ -38,7 +40,8 @@ class StateRecord:
     """The Python state (`Snapshot`) before and after one call of `model`, a copy of the user's.
     Filled in by `around_call`. `returned` are paths of tensors that the captured call must return.
     `made` has the keys of tensors in the state that an earlier call has made (`GraphKeys`), by the
-    address of their storage. `notes` are texts for the user.
+    address of their storage. `notes` are texts for the user. `assigned` watches the registered
+    tensors of the call, and `process` is what it sees of torch.distributed.
     """
 
     model: nn.Module
@@ -49,6 +52,8 @@ class StateRecord:
     after: Snapshot = field(default_factory=Snapshot)
     notes: list[str] = field(default_factory=list)
     loops: HitLoops = field(default_factory=HitLoops)
+    assigned: AssignedState | None = None
+    process: OneProcess = field(default_factory=OneProcess)
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
@@ -79,6 +84,12 @@ def check_state(
     if draws:
         raise AutoparError(_draw(draws[0], record, capture_again))
     values, made = _lasting_tensors(changed, record, capture_again)
+    for path in changed:
+        if path in dict(record.model.named_buffers()) and path not in values:
+            raise AutoparError(
+                f"forward registers buffer {path!r} with a value that depends on the batch or on what trains. No step after capture "
+                "would keep it: register it in __init__, with its shape and dtype, and assign it in forward"
+            )
     again = StateRecord(record.model, record.functions, made=made)
     try:
         second = _from_state(record.after, values, again, capture_again)

@@ -91,6 +91,8 @@ def inline_no_grad_regions(graph: Graph) -> None:
                 if isinstance(outer, Node) and inner.op == "call_function":
                     outer.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack", {}))
             if not autocast and not node.args[0]:
+                for inner in body.graph.nodes:
+                    _write_detached(graph, mapping[inner] if inner.op == "call_function" else inner)
                 results = [_detached(graph, r) for r in results]
         for user in list(node.users):
             if user.target is not operator.getitem:
@@ -100,6 +102,32 @@ def inline_no_grad_regions(graph: Graph) -> None:
             user.replace_all_uses_with(results[result_index(user)])
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def _write_detached(graph: Graph, node: Node) -> None:
+    """Make a call in place, which ran without gradients, read what it does not write detached. What
+    it writes has no gradient (`AssignedState`).
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    with graph.inserting_before(node):
+        for place, argument_ in enumerate(node.target._schema.arguments):
+            if argument_.alias_info is not None and argument_.alias_info.is_write:
+                continue
+            read = node.args[place] if place < len(node.args) else None
+            read = node.kwargs.get(argument_.name, read)
+            new = torch.fx.map_arg(
+                read, lambda each: _detached(graph, each) if _is_float(each) else each
+            )
+            if argument_.name in node.kwargs:
+                node.update_kwarg(argument_.name, new)
+            elif place < len(node.args):
+                node.update_arg(place, new)
+
+
+def _is_float(node: Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.is_floating_point()
 
 
 def _detached(graph: Graph, node: Node) -> Node:

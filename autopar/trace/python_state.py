@@ -432,6 +432,13 @@ class Functions:
         found._add(loss_fn)
         return found
 
+    @classmethod
+    def of_value(cls, value: Any) -> Functions:
+        """All functions of the user that a class or function can call."""
+        found = cls()
+        found._add(value)
+        return found
+
     def places(self) -> Iterator[tuple[str, str, Any, Callable[[Any], None]]]:
         """Yields (path, name, current value, setter) of each variable outside the model that is
         set. The setter stores a value unless it is there already.
@@ -528,11 +535,11 @@ class Functions:
                 functools.partial(_contents, cell),
                 functools.partial(setattr, cell, "cell_contents"),
             )
-        for name in _names(function.__code__):
+        for name in names_of(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 if isinstance(value, types.ModuleType) and not _of_library(value):
-                    self._add_members(value, _names(function.__code__))
+                    self._add_members(value, names_of(function.__code__))
                 else:
                     scope = function.__globals__
                     self._place(
@@ -598,14 +605,14 @@ def _contents(cell: types.CellType, missing: Any) -> Any:
         return missing
 
 
-def _names(code: types.CodeType) -> list[str]:
+def names_of(code: types.CodeType) -> list[str]:
     """The names of globals and attributes that a code object reads or sets, functions defined
     inside it included. Each once.
     """
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= dict.fromkeys(_names(constant))
+            found |= dict.fromkeys(names_of(constant))
     return list(found)
 
 

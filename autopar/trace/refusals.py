@@ -12,6 +12,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.trace.captured import Captured
 from autopar.trace.copying import held
+from autopar.trace.distributed_calls import OPS
 from autopar.trace.user_lines import line_of_error, line_of_node
 
 _BATCH_IS_A_NUMBER = "your code specialized it to be a constant"
@@ -41,6 +42,11 @@ def why_not_captured(
         )
     if _CONSTANT_CHANGED in reason:
         return _changed_constant(name, reason, model)
+    if "Cannot swap" in reason:
+        return (
+            f"forward of {name} calls swap_tensors{where}, which torch.export cannot follow: assign buffers (self.a, self.b = self.b, "
+            "self.a), and leave parameters as they are"
+        )
     if "doesn't match mode" in reason:
         return (
             f"forward of {name} changes a buffer in place that it reads from a tuple or an object, not as an attribute of its module; "
@@ -156,6 +162,11 @@ def check_values(captured: Captured) -> None:
             raise AutoparError(
                 f"{f'parameter {name!r}' if name else f'input {node.name!r}'} is complex ({val.dtype}, shape ({shape_text(val)})), which "
                 "autopar cannot distribute: hold its torch.view_as_real, and apply torch.view_as_complex in forward"
+            )
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in OPS:
+            raise AutoparError(
+                f"forward calls torch.distributed by {node.target}{line_of_node(node)}: it sees one process, which has the whole batch; "
+                "call the functions of torch.distributed as such, or leave them out"
             )
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise AutoparError(

@@ -10,7 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.utils.checkpoint
@@ -19,8 +19,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
+from autopar.trace.assigned_state import checkpointed
+from autopar.trace.gather_functions import calls_processes, passed_on
 from autopar.trace.hit_loops import HitLoops
 from autopar.trace.met_rows import met
+from autopar.trace.one_process import current_process
 from autopar.trace.pieces import kept_whole, unread_counts
 from autopar.trace.refusals import other_rows, own_generator
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
@@ -258,7 +261,8 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
     def checked_apply(cls: Any, *args: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             # (function, whether random states are kept, *its arguments)
-            return _reentrant(notes, args[0], args[2:])
+            with checkpointed(notes):
+                return _reentrant(notes, args[0], args[2:])
         if cls.__module__.startswith(("torch.", "autopar_kernels.")) or inside:
             return super(base, cls).apply(*args)
         inside.append(cls)
@@ -311,8 +315,13 @@ def _kept_function(cls: type, args: tuple) -> Any:
         raise AutoparError(
             f"the {what} takes a module, whose parameters would be no part of the captured graph; pass its tensors in"
         )
+    apply = super(torch.autograd.function._SingleLevelFunction, cast(Any, cls)).apply
+    if calls_processes(cls):
+        return passed_on(cls, args, apply, what)
     tensors, sizes, name = keep_call(cls, args)
     versions = [tensor._version for tensor in tensors]
+    process = current_process()
+    calls = 0 if process is None else process.count
     try:
         found = OP(tensors, sizes, name)
     except NotImplementedError as error:
@@ -321,6 +330,8 @@ def _kept_function(cls: type, args: tuple) -> Any:
         raise AutoparError(
             f"the {what} changes an argument in place, which autopar cannot run: return a new tensor"
         )
+    if process is not None and process.count > calls:
+        return passed_on(cls, args, apply, what)
     return found[0] if returns_tensor(name) else tuple(found)
 
 
@@ -335,7 +346,8 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
 
     def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
         _add_checkpoint_note(notes)
-        yield
+        with checkpointed(notes):
+            yield
 
     name = "_checkpoint_without_reentrant_generator"
     with _replaced(torch.utils.checkpoint, name, nothing_around):

@@ -292,7 +292,7 @@ def test_tables_that_the_first_call_makes_of_buffers_are_noted(keep):
 
 @pytest.mark.parametrize("keep", LATE)
 def test_tables_that_the_first_call_makes_of_parameters_are_refused(keep):
-    with pytest.raises(AutoparError, match=r"forward .*(changes|reads)") as refused:
+    with pytest.raises(AutoparError, match=r"forward .*(changes|reads|registers)") as refused:
         trace(Late(keep, "weight"), {"x": torch.ones(4, 6)})
     paragraph(refused.value)
 

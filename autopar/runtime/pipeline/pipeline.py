@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from autopar.rewrite.shape_check import local_shape
 from autopar.runtime.pipeline.schedule_actions import LISTS, LOOPS
 from autopar.runtime.pipeline.split_backward import Left, PartedBackward
 from autopar.runtime.programs.recompute import Recomputed, segment_of
+from autopar.runtime.state.new_values import apart
 
 
 class Pipeline:
@@ -388,10 +389,11 @@ class _StageModule(nn.Module):
         """Replace buffers by their new values for later micro-batches. They are not modified in
         place, since this micro-batch's backward may read the old ones.
         """
-        new = dict(zip(self.stage.updates, values, strict=True))
-        for module, attribute, name in self.slots:
-            before = self.buffers_before.setdefault(name, module.get_buffer(attribute))
-            module._buffers[attribute] = new[name].detach().to(before.dtype)
+        now = [getattr(module, attribute) for module, attribute, _ in self.slots]
+        new = dict(zip(self.stage.updates, apart(values, now), strict=True))
+        for (module, attribute, name), tensor in zip(self.slots, now, strict=True):
+            before = self.buffers_before.setdefault(name, tensor)
+            _put(module, attribute, new[name].to(before.dtype))
 
     def give_back(self) -> None:
         """Copy the buffers' last values into the tensors that the step started with, and restore
@@ -399,9 +401,19 @@ class _StageModule(nn.Module):
         """
         for module, attribute, name in self.slots:
             if name in self.buffers_before:
-                self.buffers_before[name].copy_(module.get_buffer(attribute))
-                module._buffers[attribute] = self.buffers_before[name]
+                self.buffers_before[name].copy_(getattr(module, attribute))
+                _put(module, attribute, self.buffers_before[name])
         self.buffers_before.clear()
+
+
+def _put(module: nn.Module, attribute: str, tensor: Tensor) -> None:
+    """Register `tensor` in the place of the buffer or frozen parameter called `attribute`."""
+    if attribute in module._buffers:
+        module._buffers[attribute] = tensor
+    else:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        own = tensor if is_parameter else nn.Parameter(tensor, requires_grad=False)
+        module._parameters[attribute] = cast(nn.Parameter, own)
 
 
 def _no_view(x: Tensor) -> Tensor:

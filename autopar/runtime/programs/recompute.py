@@ -90,7 +90,7 @@ class Recomputed(nn.Module):
             return self.run(*inputs)
         if not self.changing:
             return self.again(self.run, *inputs)
-        values = {name: self.body.get_buffer(name) for name in self.changing}
+        values = {name: getattr(self.body, name) for name in self.changing}
         return self.again(lambda *given: functional_call(self.run, values, given), *inputs)
 
 

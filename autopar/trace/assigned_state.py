@@ -1,0 +1,373 @@
+"""Makes what one call of forward assigns to parameters and buffers part of the captured graph.
+
+torch.export sees a change in place as an op. It does not see that forward puts another tensor into
+the place of a buffer, by `self.center = ...`, `register_buffer`, `.data = ...` or otherwise.
+`AssignedState` compares the registries of all modules after the call with those before. It writes
+each new tensor into the old one by `copy_`, which the graph then has. What differs from such a copy
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar.errors import AutoparError
+from autopar.trace.registered_tensors import (
+    REGISTER,
+    Entry,
+    address_of,
+    difference_of,
+    entries_of,
+    has_tensors,
+    joined,
+    refuse,
+    refuse_shared,
+    registered_now,
+    requires_text,
+    storage_of,
+)
+from autopar.trace.user_lines import line_now
+
+_READ_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SET_GRADIENT = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_NORMS = ("batch_norm", "instance_norm")
+"""Functions that change running statistics among their arguments, past their version."""
+
+
+class AssignedState(TorchFunctionMode):
+    """Watches one call of `model`'s forward under torch.export, by `run`.
+
+    Afterwards `graded` has the names of tensors that do not train whose value has a gradient. `read`
+    has the names of tensors that an op with a gradient has read, and `late` those that forward has
+    changed through `.data` after that.
+    """
+
+    def __init__(self, model: nn.Module, early: Collection[str], aliases: Collection[str]) -> None:
+        """`early`: names of the buffers that the user's model has; others are Python state.
+        `aliases`: names of tensors that a list, an attribute or a variable holds too.
+        """
+        super().__init__()
+        self.graded: list[str] = []
+        self.read: set[str] = set()
+        self.late: set[str] = set()
+        self._read_storages: dict[int, Any] = {}  # kept, so that no address is given out again
+        self._data: dict[int, tuple[Tensor, str]] = {}
+        self._aliases = aliases
+        self._modules = {name: (m, dict(m._modules)) for name, m in model.named_modules()}
+        self._kept = {name: set(m._non_persistent_buffers_set) for name, m in model.named_modules()}
+        self._entries = {
+            name: e for name, e in entries_of(model) if e.kind == "_parameters" or name in early
+        }
+        self._names = {id(e.tensor): name for name, e in reversed(self._entries.items())}
+        self._storages = {storage_of(e.tensor): name for name, e in reversed(self._entries.items())}
+        self._frozen: dict[int, str] = {}
+        self._normed: Counter[str] = Counter()
+        self._start = self.versions()
+
+    def run(self, call: Callable[[], Tensor]) -> Tensor:
+        """The result of `call()`, which runs forward. What it assigns is written into the tensors
+        that were registered before, and those are registered again. Raises AutoparError if that is
+        not the same as what forward does.
+        """
+        token = _CURRENT.set(self)
+        try:
+            with self, self._watched_set():
+                found = call()
+            self._write_back()
+        finally:
+            _CURRENT.reset(token)
+            for entry in self._entries.values():
+                vars(entry.module).pop(entry.key, None)
+                getattr(entry.module, entry.kind)[entry.key] = entry.tensor
+        return found
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """By name, which tensor is registered now, and how often it was changed in place."""
+        tensors = {name: registered_now(entry) for name, entry in self._entries.items()}
+        return {n: (id(t), getattr(t, "_version", 0) + self._normed[n]) for n, t in tensors.items()}
+
+    def is_statistic(self, name: str) -> bool:
+        """Whether a registered tensor belongs to a batch norm."""
+        return isinstance(self._entries[name].module, nn.modules.batchnorm._BatchNorm)
+
+    # ------------------------------------------------------------------------------------- calls
+
+    @contextlib.contextmanager
+    def _watched_set(self) -> Iterator[None]:
+        """A context in which `set_` of registered tensors is a copy. No mode sees that method."""
+
+        def set_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self._name(tensor):
+                return torch._C.TensorBase.set_(tensor, *args, **kwargs)
+            return self._replace(tensor, (*args, *kwargs.values()), "set_")
+
+        Tensor.set_ = set_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del Tensor.set_
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _SET_DATA:
+            return self._replace(args[0], args[1:], ".data")
+        if func in (_SET_GRADIENT, Tensor.requires_grad_):
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            if self._freezes(args[0], wanted):
+                return args[0]
+        if func == _GRADIENT and id(args[0]) in self._frozen:
+            return False
+        if _writes(func, kwargs):
+            self._check_write(args, kwargs)
+        if self._frozen:
+            args, kwargs = pytree.tree_map(self._as_frozen, (args, kwargs))
+        if getattr(func, "__name__", "") in _NORMS:
+            self._normed.update(filter(None, map(self._name, _tensors(args, kwargs))))
+        found = func(*args, **kwargs)
+        self._keep_data(func, args, found)
+        if torch.is_grad_enabled():
+            self._note_read(args, kwargs, found)
+        return found
+
+    def _note_read(self, args: tuple, kwargs: dict, found: Any) -> None:
+        """Remember the tensors that an op with a gradient has read."""
+        if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(found)):
+            for operand in _tensors(args, kwargs):
+                if address := storage_of(operand):
+                    self._read_storages[address] = operand.untyped_storage()
+                    if address in self._storages:
+                        self.read.add(self._storages[address])
+
+    def _keep_data(self, func: Callable, args: tuple, found: Any) -> None:
+        """Remember the result of `x.data`, and views of such results, if a write to it would change
+        what backward reads.
+        """
+        if not args or not isinstance(args[0], Tensor) or not isinstance(found, Tensor):
+            return
+        address = storage_of(args[0])
+        if func == _READ_DATA:
+            name = self._storages.get(address, "")
+            if address in self._read_storages or (args[0].requires_grad and not name):
+                self._data[id(found)] = found, name
+        elif id(args[0]) in self._data and storage_of(found) == address:
+            self._data[id(found)] = found, self._data[id(args[0])][1]
+
+    def _check_write(self, args: tuple, kwargs: dict) -> None:
+        """Note a write to the `.data` of a registered tensor. Raises AutoparError for writes to
+        other tensors past their gradients.
+        """
+        for written in pytree.tree_leaves(kwargs.get("out", args[:1])):
+            _, name = self._data.get(id(written), (None, None))
+            how = ".data" if name == "" else ""
+            if (
+                isinstance(written, Tensor)
+                and written.requires_grad
+                and not torch.is_grad_enabled()
+            ):
+                how = "" if storage_of(written) in self._storages else "torch.no_grad()"
+            if how:
+                raise AutoparError(
+                    f"forward changes a tensor in place through {how}{line_now()}, past its gradient. A captured graph cannot follow: "
+                    "compute a new tensor. x + (new - x).detach() has the value of `new` and the gradient of x"
+                )
+            if name:
+                self.late.add(name)
+
+    def _name(self, tensor: Tensor) -> str:
+        """The name under which a tensor is registered now; '' if it is not."""
+        name = self._names.get(id(tensor), "")
+        if name and registered_now(self._entries[name]) is tensor:
+            return name
+        return next((name for name, e in self._entries.items() if registered_now(e) is tensor), "")
+
+    def _replace(self, tensor: Tensor, values: tuple, how: str) -> Tensor:
+        """Write a new value into `tensor`, as `tensor.data = value` or `tensor.set_(value)` do."""
+        name, value = self._name(tensor), values[0] if values else None
+        if not name:
+            raise AutoparError(
+                f"forward replaces the data of a tensor by {how}{line_now()}, which torch.export does not see: compute a new tensor"
+            )
+        if not isinstance(value, Tensor) or len(values) > 1:
+            refuse(name, f"by {how}{line_now()} with a storage, or nothing", "use copy_")
+        if difference := difference_of(tensor, value):
+            refuse(name, f"by {how}{line_now()}: the new value has {difference}", REGISTER)
+        self._check_own_memory(name, value, line_now(), alone=True)
+        if storage_of(tensor) in self._read_storages:
+            self.late.add(name)
+        with torch.no_grad():
+            tensor.copy_(value.detach())
+        return tensor
+
+    def _freezes(self, tensor: Tensor, wanted: bool) -> bool:
+        """Whether `requires_grad = wanted` is done by reading a registered tensor detached until it
+        is True again. Raises AutoparError for a tensor that does not train and now should.
+        """
+        name = self._name(tensor)
+        if not name or tensor.requires_grad == wanted == (id(tensor) not in self._frozen):
+            return False
+        if not tensor.requires_grad:
+            if wanted:
+                raise AutoparError(requires_text(repr(name), "makes", line_now()))
+            return False
+        self._frozen.pop(id(tensor), None)
+        if not wanted:
+            self._frozen[id(tensor)] = f"{name!r}{line_now()}"
+        return True
+
+    def _as_frozen(self, value: Any) -> Any:
+        return value.detach() if id(value) in self._frozen else value
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def _write_back(self) -> None:
+        """Write each tensor that forward has put into the place of another into that one."""
+        self._check_modules()
+        for which in self._frozen.values():
+            raise AutoparError(requires_text(which, "leaves", ""))
+        now = {name: self._checked(name, entry) for name, entry in self._entries.items()}
+        self._check_sharing(now)
+        self._check_ties()
+        before = {name: entry.tensor for name, entry in self._entries.items()}
+        values = {name: t.detach().clone() for name, t in now.items() if t is not before[name]}
+        for name, tensor in now.items():
+            if tensor.requires_grad and not self._entries[name].trained:
+                self.graded.append(name)
+        with torch.no_grad():
+            for name, value in {id(before[n]): (n, v) for n, v in values.items()}.values():
+                before[name].copy_(value)
+
+    def _check_modules(self) -> None:
+        """Raise AutoparError if forward replaced or removed a module with tensors, or a name."""
+        for path, (module, children) in self._modules.items():
+            for key in {*children, *module._modules}:
+                before, after = children.get(key), module._modules.get(key)
+                if before is not after and any(map(has_tensors, (before, after))):
+                    raise AutoparError(
+                        f"forward {'adds' if before is None else 'replaces'} module {joined(path, key)!r}, whose tensors no optimizer "
+                        "and no checkpoint would know: make all modules in __init__, and choose among them in forward"
+                    )
+            for key in self._kept[path] ^ module._non_persistent_buffers_set:
+                if (name := joined(path, key)) in self._entries:
+                    refuse(name, "with another `persistent`", "register it once, in __init__")
+            for key, parameter in module._parameters.items():
+                if parameter is not None and (name := joined(path, key)) not in self._entries:
+                    raise AutoparError(
+                        f"forward registers parameter {name!r}, which no optimizer would know: register it in __init__"
+                    )
+
+    def _checked(self, name: str, entry: Entry) -> Tensor:
+        """The tensor that is now registered as `name`. Raises AutoparError if there is none, or it
+        cannot be written into the one before.
+        """
+        tensor, before = registered_now(entry), entry.tensor
+        if tensor is before:
+            return tensor
+        if not isinstance(tensor, Tensor):
+            refuse(name, f"by {'nothing' if tensor is None else 'what is no tensor'}", REGISTER)
+        if entry.kind == "_parameters" and tensor.requires_grad != entry.trained:
+            needs = "requires a gradient" if tensor.requires_grad else "requires none"
+            refuse(
+                name,
+                f"by a parameter that {needs}, unlike the one before",
+                f"pass requires_grad={entry.trained} to nn.Parameter, or copy_ into it",
+            )
+        if difference := difference_of(before, tensor):
+            refuse(name, f"by a tensor of {difference}", REGISTER)
+        if name in self._aliases:
+            refuse(
+                name, "alone: a list, an attribute or a variable keeps the old tensor", "use copy_"
+            )
+        self._check_own_memory(name, tensor, "")
+        return tensor
+
+    def _check_own_memory(self, name: str, value: Tensor, where: str, alone: bool = False) -> None:
+        """Raise AutoparError if a new value of `name` is memory that inputs, constants or trained
+        parameters have too; if `alone`, also that of other buffers.
+        """
+        if not isinstance(value, FakeTensor):
+            refuse_shared(name, "a tensor from outside of forward", where)
+        converter = value.fake_mode.fake_tensor_converter.meta_converter
+        own = {storage_of(e.tensor) for e in self._entries.values() if not (e.trained or alone)}
+        others = {address_of(s) for s in converter.storage_memo.values()} | set(self._storages)
+        if storage_of(value) in others - own - {0, storage_of(self._entries[name].tensor)}:
+            refuse_shared(name, "an input, a constant or a parameter", where)
+
+    def _check_sharing(self, now: dict[str, Tensor]) -> None:
+        """Raise AutoparError unless exactly those names share memory that shared it before."""
+        firsts: dict[int, str] = {}
+        holders: dict[int, str] = {}
+        for name, tensor in now.items():
+            before = self._entries[name].tensor
+            first = firsts.setdefault(id(before), name)
+            if now[first] is not tensor:
+                refuse(name, f"alone: it was {first!r} too", "use copy_, or assign both")
+            holder = holders.setdefault(storage_of(tensor), first)
+            apart = storage_of(self._entries[holder].tensor) != storage_of(before)
+            if apart and tensor.numel() and storage_of(tensor):
+                refuse_shared(name, repr(holder), "")
+
+    def _check_ties(self) -> None:
+        """Raise AutoparError if forward changes a tensor that has several names. torch.export fails."""
+        now, firsts = self.versions(), dict[int, str]()
+        for name, entry in self._entries.items():
+            first = firsts.setdefault(id(entry.tensor), name)
+            if first != name and now[name] != self._start[name]:
+                raise AutoparError(
+                    f"forward changes {name!r}, which is the same tensor as {first!r}: torch.export cannot follow a change of a "
+                    "tensor with two names; register it once"
+                )
+
+
+_CURRENT: ContextVar[AssignedState] = ContextVar("the call of forward that runs")
+
+
+@contextlib.contextmanager
+def checkpointed(notes: list[str]) -> Iterator[None]:
+    """A context for a function that eager PyTorch would run twice, since it is checkpointed.
+
+    Raises AutoparError, with the name, if the function changes a registered tensor; statistics of
+    batch norms are noted in `notes`.
+    """
+    state = _CURRENT.get(None)
+    before = {} if state is None else state.versions()
+    yield
+    if state is None:
+        return
+    after = state.versions()
+    changed = [name for name, version in before.items() if version != after[name]]
+    for name in changed:
+        if not state.is_statistic(name):
+            raise AutoparError(
+                f"forward changes {name!r} inside of torch.utils.checkpoint. Backward runs the function again, so that eager PyTorch "
+                "changes it twice a step: change it outside of the checkpointed function"
+            )
+    if changed:
+        note = (
+            f"forward changes {changed[0].rpartition('.')[0]!r} inside of torch.utils.checkpoint: once a step, where eager PyTorch runs "
+            "the batch norm twice"
+        )
+        notes += [] if note in notes else [note]
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    return (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _writes(func: Callable, kwargs: dict) -> bool:
+    """Whether a torch function changes its first argument, or the argument `out`, in place."""
+    name = getattr(func, "__name__", "")
+    return "out" in kwargs or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")

@@ -1,0 +1,110 @@
+"""The tensors that the modules of a model register, and the errors about what forward assigns to
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+
+_KINDS = ("_parameters", "_buffers")
+REGISTER = "register it with its final shape and dtype, and keep them (a part can be written: buffer[:n] = ...)"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered tensor as it was before the call: the module that holds it, the name of the
+    registry and the key there.
+    """
+
+    module: nn.Module
+    kind: str
+    key: str
+    tensor: Tensor
+    trained: bool
+
+
+def entries_of(model: nn.Module) -> Iterator[tuple[str, Entry]]:
+    """Yields (name, entry) of each registered tensor, of a module's first path alone."""
+    for path, module in model.named_modules():
+        for kind in _KINDS:
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    trained = kind == "_parameters" and tensor.requires_grad
+                    yield joined(path, key), Entry(module, kind, key, tensor, trained)
+
+
+def joined(path: str, key: str) -> str:
+    """The name of what a module at `path` registers as `key`."""
+    return f"{path}.{key}".lstrip(".")
+
+
+def registered_now(entry: Entry) -> Any:
+    """What is registered now in the place of `entry`; None if nothing is."""
+    return getattr(entry.module, entry.kind).get(entry.key)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's storage; 0 for a sparse one, which has none."""
+    return address_of(tensor.untyped_storage()) if tensor.layout == torch.strided else 0
+
+
+def address_of(storage: Any) -> int:
+    """The address of a storage; 0 if it has none."""
+    return getattr(storage, "_cdata", 0)
+
+
+def has_tensors(module: nn.Module | None) -> bool:
+    """Whether a module has parameters or buffers, in children too."""
+    return module is not None and any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def difference_of(before: Tensor, after: Tensor) -> str:
+    """Text that says in what a new value differs from the tensor before; '' if it fits."""
+    if tuple(map(str, before.shape)) != tuple(map(str, after.shape)):
+        return f"shape {_shape(after)}, not {_shape(before)}"
+    if before.dtype != after.dtype:
+        return f"{after.dtype}, not {before.dtype}"
+    if before.device != after.device or before.layout != after.layout:
+        return f"{after.layout} on {after.device}, not {before.layout} on {before.device}"
+    return ""
+
+
+def _shape(tensor: Tensor) -> str:
+    sizes = ("batch" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
+    return f"({', '.join(sizes)})"
+
+
+def requires_text(name: str, does: str, where: str) -> str:
+    """The text of an error about `requires_grad`: forward `does` ("makes" or "leaves") `name` trained
+    or frozen. `where` is the user's line.
+    """
+    state = "trained" if does == "makes" else "frozen, which would last into the next step"
+    return (
+        f"forward {does} {name} {state}{where}: what trains is decided before training. Set requires_grad before this call; within "
+        "forward, set it back before forward ends, or read the tensor detached (weight.detach())"
+    )
+
+
+def refuse(name: str, how: str, advice: str) -> NoReturn:
+    """Raise AutoparError: forward replaces the tensor called `name`, `how`; `advice` says what works."""
+    raise AutoparError(
+        f"forward replaces {name!r} {how}; autopar keeps one tensor for it: {advice}"
+    )
+
+
+def refuse_shared(name: str, other: str, where: str) -> NoReturn:
+    """Raise AutoparError: the new value of `name` is memory that `other` has too. `where` is the
+    user's line.
+    """
+    refuse(
+        name,
+        f"by memory of {other}{where}, so that a later change of one would change both",
+        "assign a copy (.clone())",
+    )
