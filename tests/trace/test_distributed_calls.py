@@ -229,7 +229,10 @@ def test_one_process_trains_as_in_eager_pytorch(one_process, change):
     assert error(made(lambda: Stateful(change)), PINS["one device"], 1) <= 1
 
 
-@pytest.mark.parametrize("change", every(8, [c for c in EXACT if c is not size_of_the_group]), ids=lambda change: change.__name__)  # fmt: skip
+ALONE = [change for change in EXACT if change is not size_of_the_group]
+
+
+@pytest.mark.parametrize("change", every(8, ALONE), ids=lambda change: change.__name__)
 def test_a_plan_needs_no_process_group(change):
     traced = trace(made(lambda: Stateful(change)), batches()[0])
     found = [note for note in notes(traced) if "it sees one process" in note]
