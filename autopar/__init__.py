@@ -15,11 +15,13 @@ from autopar.ir.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "AutoparError", "ClusterSpec", "MeshShape", "Plan", "Software", "check_job", "diff", "explain", "export", "parallelize", "plan",
-    "read_job", "register_rule", "software_of",
+    "AutoparError", "ClipNorm", "ClipValue", "ClusterSpec", "MeshShape", "Plan", "Software", "check_job", "diff", "explain", "export",
+    "parallelize", "plan", "read_job", "register_rule", "software_of",
 ]  # fmt: skip
 
 _LAZY = {
+    "ClipNorm": "autopar.runtime.state.clipping",
+    "ClipValue": "autopar.runtime.state.clipping",
     "check_job": "autopar.jobs.check",
     "diff": "autopar.explaining.diff",
     "explain": "autopar.report.explained",

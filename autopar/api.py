@@ -25,11 +25,16 @@ from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
 from autopar.planning.remedies import Ask, remedies
 from autopar.planning.saved_plan import check_plan
-from autopar.request.arguments import check_arguments, check_beside_plan, parsed_cluster
+from autopar.request.arguments import (
+    check_arguments,
+    check_beside_plan,
+    check_trains,
+    parsed_cluster,
+)
 from autopar.request.pins import Pins
 from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.software import Software
-from autopar.runtime.ranks.agreement import TIMEOUT_S, say
+from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks, say
 from autopar.runtime.state.precision import (
     PRECISIONS,
     captured_in,
@@ -58,6 +63,7 @@ from autopar.trace.uncast import uncast_buffers
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
     from autopar.runtime.engine import Engine, Optimizer
+    from autopar.runtime.state.clipping import Clip
     from autopar.runtime.state.weights import Weights
 
 
@@ -298,6 +304,7 @@ def parallelize(
     global_batch: int | None = None,
     loss_fn: Callable | None = None,
     max_grad_norm: float | None = None,
+    clip: Clip | Sequence[Clip] | None = None,
     precision: str | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
@@ -317,14 +324,16 @@ def parallelize(
         cluster: a `ClusterSpec`, or a text such as 'cpu:4'.
         example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes and dtypes count.  A Hugging Face model has a
             default.
-        optimizer: a function from parameters to a torch optimizer.  By default torch.optim.AdamW with its defaults.  It is called
-            twice for a class that may look at whole matrices.
+        optimizer: a function from parameters to a torch optimizer.  By default torch.optim.AdamW with its defaults.  If its argument is
+            called `named_parameters`, it gets pairs of name and parameter.  It is called twice for a class that may look at whole
+            matrices.
         plan: a plan to run.  By default a plan is made.
         pin: choices that are fixed in the plan that is made.  Not allowed together with `plan`.
         global_batch: sequences per step over all devices.  By default that of `plan`, or else as for `autopar.plan`.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.  The target is the entry of the batch called labels,
             targets, target or label; if there is none, the last entry.
         max_grad_norm: the global norm at which gradients are clipped.  By default they are not clipped.
+        clip: an `autopar.ClipNorm` or `autopar.ClipValue`, or a list of them, applied in order, before `max_grad_norm`.
         precision: as for `plan`.  Rank 0 prints what a default changes.  A given plan has its own precision.
         weights: a .safetensors file, a folder of them, or a torch checkpoint.  Tensors have the names of the model's, or those of
             published Hugging Face checkpoints.  By default the model's own values on rank 0.
@@ -355,33 +364,32 @@ def parallelize(
     traced, *shorter = _traced_on_ranks(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
     checked = _checked_weights(weights, model, traced)
-
-    def decide() -> Plan:
-        return plan or _plan(
-            model,
-            cluster,
-            example_inputs,
-            global_batch,
-            pin,
-            precision=chosen,
-            runnable=True,
-            traced=traced,
-            software=Software(compiled=compile is not False),
-            allow_micro_batch_mean=allow_micro_batch_mean,
-            batch_dims=batch_dims,
-        )
-
+    make = partial(
+        _plan,
+        model,
+        cluster,
+        example_inputs,
+        global_batch,
+        pin,
+        precision=chosen,
+        runnable=True,
+        traced=traced,
+        software=Software(compiled=compile is not False),
+        allow_micro_batch_mean=allow_micro_batch_mean,
+        batch_dims=batch_dims,
+    )
     return Engine(
         model,
         traced,
-        _agreed(decide, traced, cluster, note),
-        optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
-        weights=checked,
+        _agreed(lambda: plan or make(), traced, cluster, note),
+        optimizer,
+        max_grad_norm,
+        checked,
         device_type=cluster.device_type,
         seed=seed,
         shorter=None if buckets is None else shorter,
         compile=compile,
+        clip=clip,
     )
 
 
@@ -407,7 +415,7 @@ def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, n
     `note` becomes its first note, unless it is ''. Rank 0 prints `note`, what each micro-batch
     computes by itself, and why the batch is not split.
     """
-    from autopar.runtime.engine import agree_on_plan
+    from autopar.runtime.engine import agree_on_plan, check_same_models
 
     def checked() -> Plan:
         found = decide()
@@ -416,7 +424,9 @@ def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, n
 
     if note:
         say(note)
-    agreed = agree_on_plan(checked)
+    with lost_ranks("in parallelize"):
+        check_same_models(traced.model_hash)
+        agreed = agree_on_plan(checked)
     for line in split_notes(traced, agreed.micro_batch_mean):
         say(line)
     return agreed
@@ -452,8 +462,9 @@ def _traced_alike(
 ) -> list[TracedModel]:
     """`trace` of a model on each of `inputs`, batches of several lengths. A buffer keeps its dtype
     in all of them or in none, so that all store the same tensors. Other arguments are those of
-    `trace`.
+    `trace`. Raises AutoparError if no parameter requires a gradient.
     """
+    check_trains(model)
     traced_on = partial(trace, model, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims)
     found = [traced_on(each) for each in inputs]
     kept = [

@@ -85,6 +85,15 @@ def check_beside_plan(
         raise AutoparError(f"the plan is for {given}: plan again, or leave it out")
 
 
+def check_trains(model: nn.Module) -> None:
+    """Raises AutoparError if no parameter of the model requires a gradient."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise AutoparError(
+            f"no parameter of {type(model).__name__} requires a gradient, so that there is nothing to train: set requires_grad_(True) on "
+            "those that are to be trained before parallelize. A model that is only evaluated needs no engine: run it under torch.no_grad()"
+        )
+
+
 def _positive(name: str, value: Any) -> None:
     if not (is_whole(value, 1, 10**18) or (isinstance(value, float) and value > 0)):
         raise AutoparError(f"{name}={shown(value)} must be a positive number")

@@ -28,19 +28,19 @@ from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.batches.padding import check_alike, check_model
 from autopar.runtime.batches.row_limits import RowLimits
+from autopar.runtime.changes import Changeable
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
-from autopar.runtime.checkpoint.engine_methods import Durable
+from autopar.runtime.checkpoint.plain_state import refuse_plain
 from autopar.runtime.observe.metrics import Meter, Metrics
 from autopar.runtime.observe.profiling import Profile, named_segments, traced_run
 from autopar.runtime.passes import Passes
 from autopar.runtime.programs.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.programs.recompute import kept_in_split_backward, wrap_recomputed
-from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks
-from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
-from autopar.runtime.state.gradients import global_norm, partial_axes
+from autopar.runtime.ranks.agreement import TIMEOUT_S, from_all, lost_ranks
+from autopar.runtime.ranks.process_groups import file_group, join_process_group, mesh_axes
+from autopar.runtime.state.clipping import Clip
 from autopar.runtime.state.holding import HOST, Holding
 from autopar.runtime.state.materialize import materialize
-from autopar.runtime.state.optimizers import is_elementwise, make_optimizer, step
 from autopar.runtime.state.parameters import Parameters
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
@@ -79,7 +79,7 @@ def _checked_compiler(
     return compiler
 
 
-class Engine(Durable):
+class Engine(Changeable):
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
     Attributes:
@@ -103,6 +103,7 @@ class Engine(Durable):
         seed: int = 0,
         shorter: Sequence[TracedModel] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        clip: Clip | Sequence[Clip] | None = None,
     ) -> None:
         """`shorter`: the model traced with shorter batches, shortest first. With it (even if
         empty), shorter batches are padded. `device_type` is 'cpu' or 'cuda'. For the other
@@ -131,9 +132,7 @@ class Engine(Durable):
         self._programs = (*programs, self.program)
         self.batches = self._splitter(lengths, fills_up=shorter is not None)
         self.parameters = self._placed_parameters(model, weights)
-        self.optimizer = make_optimizer(
-            torch.optim.AdamW if optimizer is None else optimizer, self.parameters, plan
-        )
+        self._begin_updates(model, torch.optim.AdamW if optimizer is None else optimizer, clip)
         self._leaves, self._masters = self.parameters.leaves, self.parameters.masters
         check_dense_is_the_same(self.optimizer, traced)
         for program in programs:
@@ -141,6 +140,7 @@ class Engine(Durable):
         for program, one in zip(self._programs, lengths, strict=True):
             wrap_recomputed(program, plan, one)
             self._compiler.compile(program)
+        refuse_plain(self.optimizer, self._updating.groups)
         self.loss_scale = LossScale.of(plan.precision)
         self._passes = self._made_passes()
         self._row_limits = [RowLimits(one.row_limits, self.parameters) for one in lengths]
@@ -259,21 +259,15 @@ class Engine(Durable):
             AutoparError: the batch does not fit the model or differs between ranks that share it,
                 no parameter is trained, or a rank is lost.
         """
-        if not any(spec.trainable for spec in self._all_specs.values()):
-            raise AutoparError(
-                "no parameter of the model requires a gradient, so that a step has nothing to train; eval_step runs it"
-            )
+        self._check_changes(trains=True)
         self._meter.begin()
         with named("step", self.steps + 1):
             with named("batch"):
-                work = self.batches.split(batch, trains=True)
+                work = self._split("step", batch, trains=True)
                 self._check_filled_up(work)
             self._limit_rows(work)
             try:
-                with self._running(), self._randomness():
-                    total = self._passes.train(work, partial(self._noise, work))
-                with named("update"):
-                    self._update()
+                total = self._trained(partial(self._pass, work))
             except BaseException:
                 self.parameters.gradients.clear()  # the next step must not train on what this one left
                 raise
@@ -310,49 +304,32 @@ class Engine(Durable):
                 stack.enter_context(named_segments(program, self._segments))
             yield found
 
-    def _update(self) -> None:
-        """Reduce and clip the gradients and run the optimizer, unless the gradients overflowed
-        under the loss scale. In both cases count the step and drop the gradients.
-        """
-        self.reduce_gradients()
-        if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
-            if self.max_grad_norm is not None:
-                self._clip(self.max_grad_norm)
-            self.parameters.hand_over()
-            with (
-                contextlib.nullcontext()
-                if is_elementwise(self.optimizer)
-                else self._randomness(update=True)
-            ):
-                step(self.optimizer)
-            self.parameters.publish()
-        self.steps += 1
-        self.parameters.gradients.clear()
-
-    @contextlib.contextmanager
-    def _randomness(self, update: bool = False) -> Iterator[None]:
-        """A context for random numbers: in a step every rank draws the same ones, so that
-        replicated values stay equal; in an update, different ones than in the step. A single
-        device uses the user's generator.
-        """
-        if self.plan.mesh.num_devices == 1:
-            yield
-            return
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            seed = (self.seed << 32) + self.steps
-            torch.manual_seed(~seed if update else seed)
-            yield
-
     @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, as `step` returns it, without gradients, with dropout off
         and batch norm on running statistics. A scalar that is equal on every rank. `batch` has this
         data-parallel rank's rows.
         """
-        work = self.batches.split(batch)
+        self._check_changes()
+        work = self._split("eval_step", batch)
         self._check_filled_up(work)
         self._limit_rows(work)
         return self._evaluate(work)
+
+    def _split(self, method: str, batch: Any, trains: bool = False) -> MicroBatches:
+        """This rank's micro-batches of a batch for a call of `method`, after which graphs read what
+        the user has written into masters since the last step.
+        """
+        if self._for_steps is None and self.program.step_values is not None:
+            self.batches.meet(self._call(method))  # before the whole buffers are gathered
+        work = self.batches.split(batch, trains, self._call(method))
+        self._publish_changed()
+        return work
+
+    def _pass(self, work: MicroBatches) -> torch.Tensor:
+        """Run forward and backward of a step's micro-batches. Returns the loss of the step."""
+        with self._running(), self._randomness():
+            return self._passes.train(work, partial(self._noise, work))
 
     def _limit_rows(self, work: MicroBatches) -> None:
         self._row_limits[work.number].apply(work.inputs, work.rows)
@@ -385,47 +362,20 @@ class Engine(Durable):
     def _noise(self, work: MicroBatches, index: int) -> torch.Tensor:
         return self.batches.noise(work, index, self.seed, self.steps)
 
-    # ----------------------------------------------------------------------------------------------------------- gradients
 
-    def gradient_axes(self, name: str) -> tuple[str, ...]:
-        """The axes over which the gradient of a parameter is a partial sum after backward; () if it
-        is complete.
-        """
-        return partial_axes(self._layouts.get(name, {}))
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        return self.parameters.gradients.so_far()
-
-    def reduce_gradients(self) -> None:
-        """Sum this step's partial gradients over ranks, in place: tied parameters over stages, then
-        all over their axes. Under ZeRO each rank keeps only the parts that it owns.
-        """
-        self._shared.add_up_tied(self.parameters)
-        self.parameters.gradients.reduce()
-
-    def gradient_norm(self) -> torch.Tensor:
-        """The global 2-norm of the reduced gradients: a scalar that is equal on every rank. Every
-        rank must call it.
-        """
-        counted = {
-            name: grad for name, grad in self._gradients().items() if self._shared.counts(name)
-        }
-        holding = self.parameters.holding
-        norm = global_norm(counted, holding.layouts_of_masters(counted), holding.axes, self.device)
-        return (
-            norm
-            if self._stage_group is None
-            else self._shared.over_stages(norm.double().square()).sqrt()
+def check_same_models(model_hash: str) -> None:
+    """Raise AutoparError on every rank if ranks traced different models. `model_hash` is that of this
+    rank's.
+    """
+    if not dist.is_initialized():
+        return
+    hashes = from_all(file_group(), lambda: model_hash)
+    other = next((rank for rank, found in enumerate(hashes) if found != hashes[0]), None)
+    if other is not None:
+        raise AutoparError(
+            f"rank {other} has another model than rank 0 (structures {hashes[other][:12]} and {hashes[0][:12]}): every rank builds the "
+            "same model, with example inputs of the same shapes. A forward that reads its rank is another model on each"
         )
-
-    def _clip(self, limit: float) -> None:
-        """Scale gradients in place, like torch.nn.utils.clip_grad_norm_ with max_norm `limit` on
-        one device. Stores their norm for the metrics.
-        """
-        self._meter.norm = self.gradient_norm()
-        scale = (limit / (self._meter.norm + 1e-6)).clamp(max=1.0)
-        for grad in self._gradients().values():
-            grad.mul_(scale)
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:

@@ -13,7 +13,6 @@ import torch
 from autopar_cost_models import check_schedule
 
 from autopar.errors import AutoparError
-from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 from autopar.ir.traced import ONE_VALUE, TracedModel, not_split
 from autopar.models.rows import in_groups, rows_first
@@ -27,7 +26,8 @@ from autopar.rewrite.program import Program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.batch_shapes import check_names, check_shapes
 from autopar.runtime.batches.deal import Deal, deal, even_deal, rows_of_rank
-from autopar.runtime.batches.gathered_rows import gather_over, gather_rows, gather_uneven_rows
+from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_rows
+from autopar.runtime.batches.meeting import CALL, Call, Meeting
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
@@ -149,6 +149,7 @@ class BatchSplitter:
         ]
         self._shared = any(axes[axis].size > 1 for axis in _SHARING)
         self.indices: tuple[IndexLimits, ...] = ()  # of each program
+        self.meeting = Meeting(axes, plan.mesh.dp, device)
 
     @property
     def data_rank(self) -> int:
@@ -179,10 +180,19 @@ class BatchSplitter:
             cut[name] = tensor
         return rebuilt((batch,) if isinstance(batch, torch.Tensor) else batch, cut)
 
-    def split(self, batch: Any, trains: bool = False) -> MicroBatches:
+    def meet(self, call: Call) -> None:
+        """Wait for all ranks to call the method `call`. Raises AutoparError on every rank if they
+        call different ones.
+        """
+        nothing = torch.zeros(self._numbers, dtype=torch.float64, device=self.device)
+        self.meeting.told_by_all(call, _Read(length=self.positions).told, nothing)
+
+    def split(
+        self, batch: Any, trains: bool = False, call: Call = (0, 0, 0.0, 0.0)
+    ) -> MicroBatches:
         """Check this rank's `batch` across all ranks, and split it into micro-batches. Every rank
-        must call it; an error on any rank raises AutoparError on every rank. `trains`: it is a
-        training step, in which no row may run twice if forward changes buffers.
+        must call it, with the same `call`; an error on any rank raises AutoparError on every rank.
+        `trains`: it is a training step, in which no row may run twice if forward changes buffers.
         """
         whole = self._tensors()
         read, mistake = _Read(length=self.positions), None
@@ -193,17 +203,15 @@ class BatchSplitter:
                 parts = step_inputs.parts(read.tensors, read.rows, whole, self.device)
         except AutoparError as error:  # without this message the other ranks would wait
             mistake, read = error, replace(read, rows=-1)
-        # (data-parallel rank, rank that shares its batch): what was read, parts of the step's values
-        own = torch.tensor(read.told, dtype=torch.float64, device=self.device)
-        everyone = self._gather_over_all(torch.cat([own, parts]))
+        everyone = self.meeting.told_by_all(call, read.told, parts)
         if mistake is not None:
             raise mistake
-        held, numbers, lengths = self._agreed(everyone[..., : len(own)].tolist())
+        held, numbers, lengths = self._agreed(everyone[..., CALL : -len(parts) or None].tolist())
         dealt, tensors = self._dealt(held, trains), read.tensors
         chosen = max(numbers)  # every rank runs the program that the longest batch needs
         if chosen != read.number:
             tensors = self._checked(self._filled_up(read.given, chosen), chosen)
-        added = everyone[:, 0, len(own) :].sum(0)
+        added = everyone[:, 0, everyone.shape[-1] - len(parts) :].sum(0)
         tensors = self._with_rows(tensors, held, dealt)
         values = self._step_values(tensors, added, chosen, dealt, whole)
 
@@ -457,14 +465,6 @@ class BatchSplitter:
             )
             for name in expected
         }
-
-    def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
-        """Gather the vector `row` of every rank. Returns a tensor (data-parallel rank, rank that
-        shares its batch, entry of the vector).
-        """
-        rows = gather_over(row.unsqueeze(0), self.axes, reversed(AXES))
-        stages = rows.view(self.axes["pp"].size, self.plan.mesh.dp, -1, row.shape[0])
-        return stages.transpose(0, 1).flatten(1, 2)
 
 
 def _whole(count: float | None) -> float | None:

@@ -5,6 +5,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from autopar.runtime.checkpoint.checkpoint import Checkpoints, Extra, Saving
 from autopar.runtime.checkpoint.export import export
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.state.pieces import Cut, Held
+from autopar.runtime.state.user_changes import UserChanges
 
 if TYPE_CHECKING:
     from autopar.ir.traced import ParameterSpec
@@ -39,20 +41,27 @@ class Durable(CheckpointSource):
     _shared: StageParameters
     _all_specs: Mapping[str, ParameterSpec]
     _state_names: set[str]
+    _user_changes: UserChanges
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters (masters if trained) and persistent buffers by the model's own names,
         including tied names. The result is equal on every rank. Every rank must call it.
         """
-        wholes = {name: self._whole(name) for name in self.parameters.leaves}
-        state: dict[str, torch.Tensor] = {}
-        for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
-            state.update(
-                (alias, whole)
-                for alias in (name, *self._all_specs[name].aliases)
-                if alias in self._state_names
-            )
+        with self._together("full_state_dict"):
+            wholes = {name: self._whole(name) for name in self.parameters.leaves}
+            state: dict[str, torch.Tensor] = {}
+            for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
+                state.update(
+                    (alias, whole)
+                    for alias in (name, *self._all_specs[name].aliases)
+                    if alias in self._state_names
+                )
+        self._user_changes.given(state)
         return state
+
+    def _together(self, method: str) -> AbstractContextManager[None]:
+        """A context for a method that every rank calls: it waits for the call of all ranks."""
+        raise NotImplementedError
 
     def _whole(self, name: str) -> torch.Tensor:
         """A copy of the whole of a parameter or buffer of which this rank holds a part, gathered
@@ -113,9 +122,9 @@ class Durable(CheckpointSource):
             AutoparError: on every rank, if it cannot be written. Earlier checkpoints are then as
                 before. With `asynchronous`, `wait()` raises it.
         """
-        return self._checkpoints.save(
-            path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous
-        )
+        path = path_of(directory, "checkpoints")
+        with self._together("save"):
+            return self._checkpoints.save(path, {} if extra is None else extra, keep, asynchronous)
 
     def load(
         self,
@@ -138,10 +147,12 @@ class Durable(CheckpointSource):
             AutoparError: on every rank, if there is no complete checkpoint, it is damaged, it lacks
                 an extra, or it is of another model or optimizer.
         """
-        self._for_steps = None  # buffers change
-        return self._checkpoints.load(
-            path_of(directory, "checkpoints"), {} if extra is None else extra, optimizer, missing_ok
-        )
+        path = path_of(directory, "checkpoints")
+        with self._together("load"):
+            self._for_steps = None  # buffers change
+            return self._checkpoints.load(
+                path, {} if extra is None else extra, optimizer, missing_ok
+            )
 
     def export(
         self,
@@ -166,8 +177,10 @@ class Durable(CheckpointSource):
             AutoparError: on every rank, if the directory is not empty, cannot be written, or an
                 argument is invalid.
         """
-        self._checkpoints.wait()
-        export(self, path_of(directory, "exported weights"), dtype, max_file_bytes)
+        path = path_of(directory, "exported weights")
+        with self._together("export"):
+            self._checkpoints.wait()
+            export(self, path, dtype, max_file_bytes)
 
     def sampler(
         self, dataset: Sized, shuffle: bool = True, drop_last: bool = True

@@ -21,6 +21,10 @@ access.
 """
 
 
+_OF_GLOO = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
+"""Parts of gloo's messages. Once a collective has timed out, the next one names no source."""
+
+
 class LostRanks(AutoparError):
     """Raised if another rank has ended, or did not respond within the time limit."""
 
@@ -72,7 +76,7 @@ def lost_contact(error: BaseException) -> bool:
     unreachable.
     """
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_GLOO)
     )
 
 

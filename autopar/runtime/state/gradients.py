@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from weakref import WeakMethod
 
 import torch
@@ -176,9 +176,9 @@ class Gradients:
         grad, leaf = self.trained[name].grad, self.trained[name].leaf
         if grad is None:
             grad = torch.zeros_like(leaf, dtype=self.holding.master_dtype)
-        self._put(name, change(grad))
+        self.put(name, change(grad))
 
-    def _put(self, name: str, grad: Tensor) -> None:
+    def put(self, name: str, grad: Tensor) -> None:
         """Replace a parameter's gradient so far by `grad`."""
         one = self.trained[name]
         if self.holding.half or one.total is not None:
@@ -198,9 +198,14 @@ class Gradients:
                 for name, part in zip(names, moving.wait(), strict=True):
                     self.trained[name].total, self.trained[name].leaf.grad = part, None
             grads = self.so_far()
-        add_up(grads, holding.layouts_of_masters(grads), holding.axes, self._put)
+        add_up(grads, holding.layouts_of_masters(grads), holding.axes, self.put)
 
     def clear(self) -> None:
         """Drop all gradients: set them to None."""
-        for one in self.trained.values():
-            one.leaf.grad = one.master.grad = one.total = None
+        self.drop(self.trained)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drop the gradients of these parameters, of which this rank may hold a part only or none."""
+        for name in names:
+            if (one := self.trained.get(name)) is not None:
+                one.leaf.grad = one.master.grad = one.total = None

@@ -13,10 +13,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Layout, S
 from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.collectives.axes import AxisGroup
-from autopar.rewrite.collectives.patterns import Split
+from autopar.rewrite.collectives.patterns import Split, pick
+from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.state.pieces import local_part
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
-from autopar.runtime.state.zero import Share, share_of
+from autopar.runtime.state.zero import Share, gathered, share_of
 
 HOST = torch.device("cpu")
 """Where offloaded tensors are."""
@@ -39,6 +40,19 @@ class Cutting:
     def is_cut(self) -> bool:
         """Whether ranks hold only parts of the tensor."""
         return bool(self.splits or self.share.cuts)
+
+    def part(self, whole: Tensor, axes: Mapping[str, AxisGroup]) -> Tensor:
+        """This rank's part of the whole tensor, of `shape`, as a view where that is possible."""
+        for group, split in self.splits:
+            whole = pick(whole, split, group.size, group.index)
+        return self.share.part(whole, axes)
+
+    def joined(self, part: Tensor, axes: Mapping[str, AxisGroup]) -> Tensor:
+        """The whole tensor from every rank's part. Every rank that holds one must call it."""
+        whole = gathered(part, self.share, axes).reshape(self.local_shape)
+        for group, split in reversed(self.splits):
+            whole = apply_primitive("all_gather", whole, group, split, None)
+        return whole
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ receive all parameters at once.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,18 +21,28 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.state.pieces import local_part
+from autopar.runtime.state.reach import rebound
 
 STEPS, RATE, LONGEST = 6, 0.1, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Findings about an optimizer. `couples`: an update depends on other parameters too.
-    `obstacle`: why it can only run on whole replicas, or ''.
+    """Findings about an optimizer.
+
+    Attributes:
+        couples: an update depends on other parameters too.
+        obstacle: why it can only run on whole replicas, or ''.
+        needs_some: its step fails if no parameter has a gradient.
+        closure: its step takes a closure that computes gradients.
+        gradients_first: it reads gradients before it calls the closure.
     """
 
     couples: bool = False
     obstacle: str = ""
+    needs_some: bool = False
+    closure: bool = False
+    gradients_first: bool = True
 
 
 class _CommunicatesError(Exception):
@@ -68,25 +79,69 @@ def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
     """
     stand_ins = list(_stand_ins(optimizer))
     everyone = range(len(stand_ins))
+    closure = needs_closure(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):
-            together, again = (_trained(optimizer, stand_ins, everyone, seed) for seed in (0, 1))
+            try:
+                together = _trained(optimizer, stand_ins, everyone, 0, closure)
+            except _CommunicatesError:
+                raise
+            except Exception:
+                if closure:
+                    raise
+                closure = True  # it may have one that its signature does not ask for
+                together = _trained(optimizer, stand_ins, everyone, 0, closure)
+            again = _trained(optimizer, stand_ins, everyone, 1, closure)
             if not _alike(together, again, stand_ins):
                 return Habits(
-                    obstacle="draws random numbers, so that copies of a parameter would part"
+                    obstacle="draws random numbers, so that copies of a parameter would part",
+                    closure=closure,
                 )
-            alone = [_trained(optimizer, stand_ins, (k,), 0)[k] for k in everyone]
-            _trained(optimizer, stand_ins, (), 0)  # as on a rank that owns nothing
-            return Habits(couples=not _alike(together, alone, stand_ins))
+            alone = [_trained(optimizer, stand_ins, (k,), 0, closure)[k] for k in everyone]
+            first = closure and not _alike(
+                together, _trained(optimizer, stand_ins, everyone, 0, True, before=False), stand_ins
+            )
+            return Habits(
+                couples=not _alike(together, alone, stand_ins),
+                needs_some=_fails_without_gradients(optimizer, stand_ins, closure),
+                closure=closure,
+                gradients_first=first or not closure,
+            )
     except _CommunicatesError:
         return Habits(
-            obstacle="talks to other ranks in its step, and takes what they hold for whole parameters"
+            obstacle="talks to other ranks in its step, and takes what they hold for whole parameters",
+            closure=closure,
         )
     except Exception as error:  # of a class that is not ours
         reason = " ".join(str(error).split())[:200]
         return Habits(
-            obstacle=f"does not step on small matrices as a trial ({type(error).__name__}: {reason})"
+            obstacle=f"does not step on small matrices as a trial ({type(error).__name__}: {reason})",
+            closure=needs_closure(optimizer),
         )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the signature of the optimizer's step requires an argument."""
+    arguments = inspect.signature(type(optimizer).step).parameters.values()
+    needed = [
+        one
+        for one in arguments
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    return len(needed) > 1  # the first is self
+
+
+def _fails_without_gradients(
+    optimizer: torch.optim.Optimizer, stand_ins: list[_StandIn], closure: bool
+) -> bool:
+    """Whether a step fails on a rank that updates no parameter."""
+    try:
+        _trained(optimizer, stand_ins, (), 0, closure)
+    except _CommunicatesError:
+        raise
+    except Exception:
+        return True
+    return False
 
 
 def _stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[_StandIn]:
@@ -105,22 +160,44 @@ def _stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[_StandIn]:
 
 
 def _trained(
-    optimizer: torch.optim.Optimizer, stand_ins: list[_StandIn], chosen: Any, seed: int
+    optimizer: torch.optim.Optimizer,
+    stand_ins: list[_StandIn],
+    chosen: Any,
+    seed: int,
+    closure: bool = False,
+    before: bool = True,
 ) -> list[Tensor]:
     """The values of all stand-ins after `STEPS` steps of a copy that trains those with indices in
     `chosen`. `seed` seeds the optimizer's own random draws.
+
+    With `closure`, gradients are those of a quadratic loss, which the step may ask for again.
+    `before`: they are there before the step; otherwise they are NaN until it asks for them.
     """
     generator = torch.Generator().manual_seed(7)
     tensors = [nn.Parameter(stand_in.tensor(generator)) for stand_in in stand_ins]
     twin = _twin(optimizer, stand_ins, tensors, chosen)
     torch.manual_seed(seed)
     for _ in range(STEPS):
-        for k, stand_in in enumerate(stand_ins):
-            grad = stand_in.tensor(generator)
-            tensors[k].grad = grad if k in chosen else None
+        targets = [stand_in.tensor(generator) for stand_in in stand_ins]
+
+        def compute(targets: list[Tensor] = targets) -> Tensor:
+            loss = torch.zeros((), dtype=torch.float64)
+            for k in chosen:
+                distance = tensors[k].detach() - targets[k]
+                tensors[k].grad = (k + 1) * distance
+                loss += 0.5 * (k + 1) * distance.double().square().sum().cpu()
+            return loss
+
+        for k, target in enumerate(targets):
+            tensors[k].grad = target if k in chosen else None
+            if closure and not before and k in chosen:
+                tensors[k].grad = torch.full_like(target, torch.nan)
+        if closure and before:
+            compute()
         with _Silent():
             # not twin.step, which a learning-rate scheduler may have bound to the optimizer itself
-            type(optimizer).step(twin)
+            run: Any = type(optimizer).step
+            run(twin, *([compute] if closure else []))
     return [tensor.detach() for tensor in tensors]
 
 
@@ -134,16 +211,15 @@ def _twin(
     memo: dict[int, Any] = {id(optimizer): twin}
     for stand_in, tensor in zip(stand_ins, tensors, strict=True):
         memo.setdefault(id(stand_in.real), tensor)
-    apart = ("state", "param_groups", "step")
-    twin.__dict__.update(
-        {
-            key: copy.deepcopy(value, memo)
-            for key, value in vars(optimizer).items()
-            if key not in apart
-        }
-    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            memo.setdefault(id(parameter), parameter)  # it has no gradient: no copy of its values
     twin.param_groups = []
     for number, group in enumerate(optimizer.param_groups):
+        own = [tensors[k] for k in chosen if stand_ins[k].group == number]
+        memo[id(group["params"])] = (
+            own  # some optimizers keep the list, or the group, elsewhere too
+        )
         options = {
             key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"
         }
@@ -151,9 +227,19 @@ def _twin(
             options["lr"] = (
                 torch.full_like(options["lr"], RATE) if isinstance(options["lr"], Tensor) else RATE
             )
-        twin.param_groups.append(
-            options | {"params": [tensors[k] for k in chosen if stand_ins[k].group == number]}
-        )
+        memo[id(group)] = found = options | {"params": own}
+        twin.param_groups.append(found)
+    apart = ("state", "param_groups", "step")
+    memo[id(optimizer.param_groups)] = twin.param_groups
+    twin.__dict__.update(
+        {
+            key: _copied_hooks(value, memo)
+            if key.endswith("_hooks")
+            else copy.deepcopy(value, memo)
+            for key, value in vars(optimizer).items()
+            if key not in apart
+        }
+    )
     twin.state = defaultdict(dict)
     for k in chosen:
         real = stand_ins[k].real
@@ -163,6 +249,17 @@ def _twin(
                 for key, value in optimizer.state[real].items()
             }
     return twin
+
+
+def _copied_hooks(hooks: Any, memo: dict[int, Any]) -> Any:
+    """A copy of the step hooks of an optimizer, which read the stand-ins in `memo` where hooks read
+    parameters.
+    """
+    if not isinstance(hooks, dict):
+        return copy.deepcopy(hooks, memo)
+    return type(hooks)(
+        (key, rebound(copy.deepcopy(hook, memo), memo)) for key, hook in hooks.items()
+    )
 
 
 def _reduced(value: Any, real: Tensor, stand_in: Tensor) -> Any:

@@ -1,19 +1,19 @@
 """Optimizers over sharded parameters: which can run on shards, and which need whole matrices.
 
-Element-wise optimizers (`ELEMENTWISE`, by exact type) run on shards unchanged. Adafactor averages
-rows and columns, which are sums over ranks on DTensors. torch 2.13 leaves these sums pending and
-then refuses to modify them in place; `Summed` completes them at once. Every other class, including
+Element-wise optimizers (`ELEMENTWISE`, by exact type) run on shards unchanged. Where torch lacks
+ops for DTensors (Rprop, `fused=True`), they get the local tensors instead. Adafactor averages rows
+and columns, which are sums over ranks on DTensors. torch 2.13 leaves these sums pending and then
+refuses to modify them in place; `Summed` completes them at once. Every other class, including
 subclasses of these, may use whole matrices and receives them (`whole_matrices.py`).
 
-An optimizer that needs more than gradients (a closure), or ops that torch supports only for plain
-tensors, is refused by name.
+An optimizer whose step takes a closure runs the model again, as often as it asks for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
+from autopar.ir.traced import ParameterSpec
 from autopar.runtime.ranks.agreement import from_all, say
 from autopar.runtime.ranks.process_groups import file_group
-from autopar.runtime.state.optimizer_trials import habits_of
+from autopar.runtime.state.factories import Factory, built, keep, replaced
+from autopar.runtime.state.holding import HOST
+from autopar.runtime.state.optimizer_trials import Habits, habits_of, needs_closure
 
 if TYPE_CHECKING:
     from autopar.runtime.state.parameters import Parameters
-
-Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
@@ -67,8 +68,35 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- making one
 
 
-def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torch.optim.Optimizer:
-    """The optimizer that `factory` makes, over this rank's master parameters.
+@dataclass(frozen=True, slots=True)
+class Updating:
+    """How parameters are updated.
+
+    Attributes:
+        optimizer: the optimizer over this rank's masters.
+        groups: for each of its parameter groups, the names of the model's parameters in it, over
+            all ranks.
+        hooks: gradient hooks that the factory set, by name of the parameter.
+        closure: whether its step takes a closure, which runs the model again.
+        gradients_first: whether such a step reads gradients before it calls the closure.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: tuple[tuple[str, ...], ...]
+    hooks: Mapping[str, Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]]]
+    closure: bool = False
+    gradients_first: bool = True
+
+    def with_group(self, names: Iterable[str]) -> Updating:
+        """The same with one more parameter group."""
+        return replace(self, groups=(*self.groups, tuple(names)))
+
+
+def make_optimizer(
+    factory: Factory, parameters: Parameters, plan: Plan, specs: Mapping[str, ParameterSpec]
+) -> Updating:
+    """The optimizer that `factory` makes, over this rank's master parameters. `specs` has all
+    parameters of the model, by name.
 
     If it may use whole matrices and the plan cuts or copies any, it is made again over whole
     masters; `factory` is then called twice. Raises AutoparError if it cannot run exactly under the
@@ -79,25 +107,47 @@ def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torc
             "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
             f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
         )
-    optimizer = _built(factory, parameters)
-    if (
-        plan.mesh.num_devices == 1
-        or is_elementwise(optimizer)
-        or (_is_adafactor(optimizer) and plan.offload == "none")
-    ):
-        return optimizer
-    cut = parameters.cut(
-        {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    )
-    everywhere = _couples(optimizer, bool(cut), plan)
+    found = _built(factory, parameters, specs)
+    optimizer = found.optimizer
+    if is_elementwise(optimizer) or (_is_adafactor(optimizer) and plan.offload == "none"):
+        _keep_owned(optimizer, parameters)
+        _on_local_tensors(optimizer, parameters)
+        return found
+    if plan.mesh.num_devices == 1 and _steps_on_gradients(optimizer):
+        return found
+    if type(optimizer) is torch.optim.SparseAdam:
+        return found  # `check_dense_is_the_same` refuses it
+    habits = habits_of(optimizer)
+    if plan.mesh.num_devices > 1:
+        found = _over_wholes(factory, found, habits, parameters, plan, specs)
+    if habits.closure and plan.precision == "fp16":
+        raise AutoparError(
+            f"{type(optimizer).__name__} runs the model several times a step, and fp16 skips steps whose gradients overflow: use "
+            "precision='bf16'"
+        )
+    return replace(found, closure=habits.closure, gradients_first=habits.gradients_first)
+
+
+def _over_wholes(
+    factory: Factory,
+    found: Updating,
+    habits: Habits,
+    parameters: Parameters,
+    plan: Plan,
+    specs: Mapping[str, ParameterSpec],
+) -> Updating:
+    """`found`, made again over whole masters, where the plan parts any. Every rank must call it."""
+    optimizer = found.optimizer
+    cut = parameters.cut({id(p) for group in optimizer.param_groups for p in group["params"]})
+    everywhere = _everywhere(optimizer, habits, bool(cut), plan)
     before = list(parameters.masters.values())
     parameters.update_whole(cut, everywhere)
     if any(
         master is not old for master, old in zip(parameters.masters.values(), before, strict=True)
     ):
-        optimizer = _built(factory, parameters)
+        found = _built(factory, parameters, specs)
+    _keep_owned(found.optimizer, parameters)
     if cut:
-        _keep_owned(optimizer, parameters)
         whole = parameters.wholes.most_elements() * parameters.holding.master_dtype.itemsize / 2**20
         where = (
             "on every rank, as it looks at several at once" if everywhere else "each on one rank"
@@ -107,97 +157,106 @@ def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torc
             f"{where}, which holds the weights ({whole:,.1f} MiB at most) and their gradients and optimizer state whole; the plan does not "
             "count them"
         )
-    return optimizer
+    return found
+
+
+def _steps_on_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of torch's whose step takes no closure."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not needs_closure(optimizer)
 
 
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.Adafactor
 
 
-def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
-    trained = list(parameters.masters.values()) or [
-        nn.Parameter(torch.zeros(0, 0, device=parameters.holding.device))
-    ]  # torch wants one at least
-    optimizer = factory(trained)
-    check_step(optimizer)
-    own = {id(master) for master in trained}
-    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        raise AutoparError(
-            f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
-            "function is given, not from model.parameters()"
-        )
-    return optimizer
-
-
-def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
-    """Whether the optimizer, on any rank, couples parameters: an update depends on other parameters
-    too. `cut`: whether this rank holds only parts of some. Raises AutoparError if the plan
-    separates what the optimizer needs together. Every rank must call it.
+def _built(
+    factory: Factory, parameters: Parameters, specs: Mapping[str, ParameterSpec]
+) -> Updating:
+    """What `factory` makes of the model's trained parameters: this rank's masters, and placeholders
+    for those of other stages.
     """
-    # stages of a pipeline hold, and try, different parameters
-    ranks = from_all(file_group(), lambda: (habits_of(optimizer), cut))
-    couples = any(habits.couples for habits, _ in ranks)
-    obstacle = next((habits.obstacle for habits, _ in ranks if habits.obstacle), "")
-    if couples and plan.mesh.pp > 1:
-        obstacle = (
-            obstacle
-            or "updates a parameter by what it knows of others, which are in other stages of the pipeline"
-        )
-    if obstacle and (plan.mesh.pp > 1 or any(cut for _, cut in ranks)):
-        mesh = plan.mesh
+    holding, masters = parameters.holding, parameters.masters
+    device = HOST if holding.offloads else holding.device
+    like = torch.zeros((), dtype=holding.master_dtype, device=device)
+    trained = {
+        name: masters[name] if name in masters else nn.Parameter(like.expand(spec.shape))
+        for name, spec in specs.items()
+        if spec.trainable
+    }
+    made = built(factory, trained)
+    _check_options(made.optimizer, device)
+    return Updating(made.optimizer, made.groups, made.hooks)
+
+
+def _check_options(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raise AutoparError for torch's optimizers and options that eager PyTorch refuses too, or that
+    need what the engine does not make.
+    """
+    kind = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    if any(group.get("differentiable") for group in optimizer.param_groups):
         raise AutoparError(
-            f"{type(optimizer).__name__} {obstacle}, and the plan (pp={mesh.pp}, tp={mesh.tp}, ep={mesh.ep}, ZeRO {plan.zero}) parts the "
+            f"{kind}(differentiable=True) is for gradients through the update, which a training step does not take: leave it out"
+        )
+    if device.type == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
+        raise AutoparError(
+            f"{kind}(capturable=True) is for CUDA graphs, and the parameters are on the CPU, where torch refuses it: leave it out"
+        )
+
+
+def _everywhere(optimizer: torch.optim.Optimizer, habits: Habits, cut: bool, plan: Plan) -> bool:
+    """Whether every rank must update all parameters, for what any rank found about the optimizer.
+    `cut`: whether this rank holds only parts of some. Raises AutoparError if the plan separates
+    what the optimizer needs together. Every rank must call it.
+    """
+    ranks = from_all(file_group(), lambda: (habits, cut))
+    obstacle = next((habits.obstacle for habits, _ in ranks if habits.obstacle), "")
+    couples = any(habits.couples for habits, _ in ranks)
+    kind, mesh = type(optimizer).__name__, plan.mesh
+    if obstacle and (mesh.pp > 1 or any(cut for _, cut in ranks)):
+        raise AutoparError(
+            f"{kind} {obstacle}, and the plan (pp={mesh.pp}, tp={mesh.tp}, ep={mesh.ep}, ZeRO {plan.zero}) parts the "
             "parameters of the model. Pin pp=1, tp=1, ep=1 and zero=0, under which every rank updates all of them, or use an optimizer "
             "that treats each element alone, such as AdamW"
         )
-    return couples
+    if couples and mesh.pp > 1:
+        raise AutoparError(
+            f"{kind} updates a parameter by what it knows of others, which are in other stages of the pipeline (pp={mesh.pp}). "
+            "Pin pp=1, under which every rank updates all of them, or use an optimizer that treats each element alone, such as AdamW"
+        )
+    return couples or any(habits.needs_some for habits, _ in ranks)
 
 
 def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Remove from the optimizer's groups the parameters that other ranks update, with
-    their state.
+    """Remove from the optimizer's groups the parameters of other stages, and those that other ranks
+    update, with their state.
     """
-    others = {
-        id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)
-    }
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in others:
-                optimizer.state.pop(parameter, None)  # made by the constructor
-        group["params"] = [
-            parameter for parameter in group["params"] if id(parameter) not in others
-        ]
+    keep(
+        optimizer,
+        (master for name, master in parameters.masters.items() if parameters.has_master(name)),
+    )
 
 
-def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise AutoparError for an object that is not an optimizer, and for an optimizer whose step
-    needs a closure.
+def _on_local_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+    """Give an element-wise optimizer this rank's local tensors, where torch's DTensors lack ops
+    that its step needs.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise AutoparError(
-            f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
-            "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
-        )
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    if needed := [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]:
-        raise AutoparError(
-            f"{type(optimizer).__name__}.step needs {needed[0]}: it runs the model several times a step, which the engine "
-            "does once; use an optimizer that steps on gradients alone, such as AdamW"
-        )
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_elementwise(optimizer) and (fused or type(optimizer) is torch.optim.Rprop):
+        replaced(optimizer, parameters.masters_as_local())
 
 
-def step(optimizer: torch.optim.Optimizer) -> None:
+def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
     """Run an optimizer step, correctly on DTensors too. Raises AutoparError if torch lacks a
     DTensor op that the step needs.
     """
     try:
         with Summed() if _is_adafactor(optimizer) else contextlib.nullcontext():
-            optimizer.step()
+            if closure is None:
+                optimizer.step()
+            else:
+                optimizer.step(closure)
     except RuntimeError as error:  # NotImplementedError is one
         if "sharding strategy" not in str(error):
             raise
@@ -207,5 +266,5 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         )
         raise AutoparError(
             f"{kind} steps by {op}, which torch {torch.__version__} has for whole parameters alone, and these are sharded: "
-            f"use {kind} without fused=True, or another optimizer"
+            f"use {kind} with its default options, or another optimizer"
         ) from error

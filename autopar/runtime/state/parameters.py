@@ -115,6 +115,30 @@ class Parameters:
                 else self.wholes.placeholder(name, owned)
             )
 
+    def masters_as_local(self) -> dict[int, nn.Parameter]:
+        """Replace each master that is a DTensor by a parameter over its local tensor. Returns the new
+        masters by id() of the old ones.
+        """
+        new: dict[int, nn.Parameter] = {}
+        for one in self.trained.values():
+            if hasattr(one.master, "device_mesh"):
+                new[id(one.master)] = master = nn.Parameter(one.local)
+                one.master = master
+        return new
+
+    @torch.no_grad()
+    def write(self, name: str, whole: Tensor) -> None:
+        """Set a parameter or buffer to this rank's part of the whole tensor `whole`. Graphs read a
+        trained one after `publish`.
+        """
+        part = self.holding.cuttings[name].part(whole, self.holding.axes)
+        if name not in self.trained:
+            self.leaves[name].copy_(part)
+        elif name not in self.wholes:
+            self.trained[name].local.copy_(part)
+        elif self.wholes.owns(name):
+            self.trained[name].master.copy_(whole)
+
     # ----------------------------------------------------------------------------------------------------------------- set up
 
     def install(

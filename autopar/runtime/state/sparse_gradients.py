@@ -21,15 +21,18 @@ def check_dense_is_the_same(optimizer: torch.optim.Optimizer, traced: TracedMode
     """
     tables = _sparse_tables(traced)
     kind = type(optimizer)
-    if not tables or (
-        kind.__module__.startswith("torch.optim.") and kind is not torch.optim.SparseAdam
+    if kind is not torch.optim.SparseAdam and (
+        not tables or kind.__module__.startswith("torch.optim.")
     ):
         return
     if kind is torch.optim.SparseAdam:
+        read = (
+            f", that of {tables[0]!r} too, which forward reads with sparse=True" if tables else ""
+        )
         raise AutoparError(
-            f"SparseAdam takes sparse gradients alone, but the engine adds up dense gradients over ranks, that of {tables[0]!r} too, which "
-            "forward reads with sparse=True. Use torch.optim.SGD or Adagrad, which update a table alike in both cases, or "
-            "torch.optim.Adam, which also moves the rows that a step does not read"
+            f"SparseAdam takes sparse gradients alone, but the engine adds up dense gradients over ranks{read}. "
+            "Use torch.optim.SGD or Adagrad, which update a table alike in both cases, or torch.optim.Adam, which "
+            "also moves the rows that a step does not read"
         )
     raise AutoparError(
         f"forward reads {tables[0]!r} with sparse=True, and {kind.__name__} may treat sparse gradients otherwise than dense ones, which "

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from autopar.ir.sharding import RP
 from autopar.rewrite.collectives.axes import AxisGroup
-from autopar.rewrite.collectives.patterns import pick
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.state.holding import Cutting
-from autopar.runtime.state.zero import SHARING_AXES, Moving, gathered, scatter
+from autopar.runtime.state.zero import SHARING_AXES, Moving, scatter
 
 EVERY_RANK = -1
 """The owner index of a parameter that every rank updates."""
@@ -82,11 +81,7 @@ class WholeMatrices:
         """The whole tensor from every rank's part of a parameter or gradient. Every rank of the
         group must call it.
         """
-        cutting = self._cuttings[name]
-        part = gathered(part, cutting.share, self._axes).reshape(cutting.local_shape)
-        for group, split in reversed(cutting.splits):
-            part = apply_primitive("all_gather", part, group, split, None)
-        return part
+        return self._cuttings[name].joined(part, self._axes)
 
     def part(
         self, name: str, whole: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -101,9 +96,7 @@ class WholeMatrices:
             else whole.to(device, dtype)
         )
         if self._owner[name] == EVERY_RANK:
-            for group, split in cutting.splits:
-                found = pick(found, split, group.size, group.index)
-            return cutting.share.part(found, self._axes)
+            return cutting.part(found, self._axes)
         for group, split in cutting.splits:
             found = apply_primitive("reduce_scatter", found, group, None, split)
         if cutting.share.cuts:

@@ -1,0 +1,266 @@
+"""Notices what the user does to the model, or to the optimizer's parameters, after `parallelize`.
+
+The engine trains tensors of its own, so that such changes have no effect. They are looked for at
+the start of each step, by identities, version counters and flags, without reading data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, shown
+from autopar.runtime.ranks.agreement import say
+
+_SIMPLE = (bool, int, float, complex, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A tensor of the model as it was: where it is, and what changes when it does."""
+
+    name: str
+    module: ReferenceType[nn.Module]
+    registry: str
+    key: str
+    tensor: ReferenceType[Tensor]
+    version: int
+    address: int
+    trains: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    def same(self, now: Tensor) -> bool:
+        return (
+            now is self.tensor()
+            and now._version == self.version
+            and now.requires_grad == self.trains
+            and now.data_ptr() == self.address
+        )
+
+    def as_now(self, now: Tensor) -> _Seen:
+        """The same place with the tensor that is there now."""
+        return replace(
+            self,
+            tensor=ref(now),
+            version=now._version,
+            address=now.data_ptr(),
+            trains=now.requires_grad,
+            device=now.device,
+            dtype=now.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """Numbers and texts that are attributes of a module, its children, and its number of hooks."""
+
+    path: str
+    module: ReferenceType[nn.Module]
+    keys: tuple[str, ...]
+    values: tuple[Any, ...]
+    children: tuple[tuple[str, int], ...]
+    hooks: int
+
+
+class UserChanges:
+    """Compares the model with how `parallelize` read it. `trains(name)` says whether the engine
+    trains a parameter at present. It keeps no tensor of the model alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sums: dict[str, tuple[float, ...]] = {}
+        self._told: set[str] = set()
+        self._tensors: list[_Seen] = []
+        self._modules: list[_Attributes] = []
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
+            for registry in ("_parameters", "_buffers"):
+                for key, tensor in getattr(module, registry).items():
+                    if tensor is not None:
+                        self._tensors.append(_seen(prefix + key, module, registry, key, tensor))
+            self._modules.append(_attributes(path, module))
+
+    def forget(self) -> None:
+        """Look at the model no longer."""
+        self._tensors, self._modules = [], []
+
+    def given(self, values: Mapping[str, Tensor]) -> None:
+        """Remember whole tensors that the engine holds, by the model's names: the same values in the
+        model are no change that is lost.
+        """
+        for seen in self._tensors:
+            if seen.name in values:
+                self._sums[seen.name] = _sums(values[seen.name].detach().to(seen.dtype))
+
+    def check(self, trained: Mapping[str, bool]) -> None:
+        """Raise AutoparError if the user has changed the model, so that it has no effect. `trained`
+        has for each trainable parameter whether the engine trains it now, by the model's names. An
+        attribute that was changed is told once.
+        """
+        for place, seen in enumerate(self._tensors):
+            module = seen.module()
+            if module is None:
+                continue
+            now = getattr(module, seen.registry).get(seen.key)
+            if now is None or not seen.same(now):
+                self._tensors[place] = self._accepted(seen, now, trained)
+        for own in self._modules:
+            module = own.module()
+            if module is not None:
+                self._check_module(own, module)
+
+    def _accepted(self, seen: _Seen, now: Tensor | None, trained: Mapping[str, bool]) -> _Seen:
+        """What was seen of a changed tensor from now on. Raises AutoparError if the change is lost."""
+        name = seen.name
+        if now is None:
+            raise AutoparError(_lost(f"{name} was removed", "call parallelize again"))
+        if seen.registry == "_parameters" and now.requires_grad != seen.trains:
+            holds = trained.get(name)
+            if holds is not None and now.requires_grad != holds:
+                way = "unfreeze" if now.requires_grad else "freeze"
+                raise AutoparError(
+                    _lost(
+                        f"{name}.requires_grad was set to {now.requires_grad}",
+                        f'engine.{way}("{name}") does it',
+                    )
+                )
+            if holds is None and now.requires_grad:
+                raise AutoparError(
+                    _lost(
+                        f"{name}.requires_grad was set to True",
+                        "the plan has no gradient for it: call parallelize again",
+                    )
+                )
+        new = now is not seen.tensor()
+        written = new or now._version != seen.version or now.data_ptr() != seen.address
+        elsewhere = (now.device, now.dtype) != (seen.device, seen.dtype)
+        moved = now.is_meta or (elsewhere and (new or now._version == seen.version))
+        if written and not moved and self._sums.get(name) != _sums(now.detach()):
+            raise AutoparError(
+                _lost(
+                    f"{name} was changed in the model",
+                    f'engine.set("{name}", value) sets one tensor, and engine.load_state_dict(model.state_dict()) all of them',
+                )
+            )
+        return seen.as_now(now)
+
+    def _check_module(self, own: _Attributes, module: nn.Module) -> None:
+        held = vars(module)
+        if own.keys:
+            try:
+                now = itemgetter(*own.keys)(held)
+            except KeyError:
+                now = None
+            now = (now,) if len(own.keys) == 1 else now
+            if now != own.values:
+                self._tell_attribute(own, held)
+        children = tuple((key, id(child)) for key, child in module._modules.items())
+        if children != own.children:
+            old = dict(own.children)
+            key = next(
+                (k for k, child in children if old.get(k) != child),
+                next((k for k in old if k not in dict(children)), ""),
+            )
+            name = f"{own.path}.{key}" if own.path else key
+            raise AutoparError(
+                _lost(f"module {name} was replaced, added or removed", "call parallelize again")
+            )
+        if sum(len(held[hooks]) for hooks in _HOOKS) != own.hooks:
+            self._tell(
+                own.path,
+                f"a hook on {own.path or 'the model'} was set or removed after parallelize, which has no effect on the engine: set forward "
+                "hooks before parallelize, and use engine.register_gradient_hook for gradients",
+            )
+
+    def _tell_attribute(self, own: _Attributes, held: Mapping[str, Any]) -> None:
+        for key, value in zip(own.keys, own.values, strict=True):
+            if held.get(key, None) != value:
+                name = f"{own.path}.{key}" if own.path else key
+                self._tell(
+                    name,
+                    f"{name} was {shown(value)} when parallelize read the model, and is {shown(held.get(key))} now, which has no effect: "
+                    "make it a buffer (register_buffer) before parallelize, and engine.set changes it; or call parallelize again",
+                )
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            say(text)
+
+
+def _seen(name: str, module: nn.Module, registry: str, key: str, tensor: Tensor) -> _Seen:
+    return _Seen(
+        name=name,
+        module=ref(module),
+        registry=registry,
+        key=key,
+        tensor=ref(tensor),
+        version=tensor._version,
+        address=tensor.data_ptr(),
+        trains=tensor.requires_grad,
+        device=tensor.device,
+        dtype=tensor.dtype,
+    )
+
+
+def _attributes(path: str, module: nn.Module) -> _Attributes:
+    simple = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, _SIMPLE) and not key.startswith("_") and key != "training"
+    }
+    children = tuple((key, id(child)) for key, child in module._modules.items())
+    hooks = sum(len(vars(module)[name]) for name in _HOOKS)
+    return _Attributes(path, ref(module), tuple(simple), tuple(simple.values()), children, hooks)
+
+
+def _sums(tensor: Tensor) -> tuple[float, ...]:
+    """Two sums over a tensor's elements, which differ where tensors differ, but for rare cases."""
+    if tensor.is_meta:
+        return ()
+    wide = tensor.to(torch.float64 if not tensor.is_complex() else torch.complex128).abs()
+    signed = tensor.to(torch.float64) if not tensor.is_complex() else tensor.real.double()
+    return float(signed.sum()), float(wide.square().sum())
+
+
+def _lost(what: str, way: str) -> str:
+    return (
+        f"{what} after parallelize, which has no effect: the engine trains tensors of its own. Instead, {way}. "
+        "If the engine need not know, engine.forget_model() stops looking at the model"
+    )
+
+
+def check_masters(
+    groups: Collection[Mapping[str, Any]], names: Mapping[int, str], held: Collection[int]
+) -> None:
+    """Raise AutoparError if the user has changed the optimizer's parameters in a way that has no
+    effect. `names` has the names of masters by id(); `held` are the ids of what the engine trains.
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            if id(parameter) not in held:
+                raise AutoparError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the engine does not train, as if "
+                    "from add_param_group(model's parameters). That has no effect: "
+                    "engine.add_param_group adds a group by the names of parameters"
+                )
+            if not parameter.requires_grad:
+                name = names[id(parameter)]
+                raise AutoparError(
+                    f"requires_grad_(False) on the optimizer's parameter {name} does not hold it under every plan: use "
+                    f'engine.freeze("{name}")'
+                )
+            if parameter._backward_hooks:
+                name = names[id(parameter)]
+                raise AutoparError(
+                    f"a hook on the optimizer's parameter {name} does not see the gradient of the batch: use "
+                    f'engine.register_gradient_hook("{name}", hook)'
+                )

@@ -1,0 +1,202 @@
+"""Ranks that disagree: other methods, other orders, other numbers of steps, other arguments, errors of one rank.  Each rank raises an
+AutoparError within the time limit, and none waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.updated_models import Updated, adamw, case, engine_of, go, plan_of, sgd
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.runtime.engine import Engine
+from autopar.runtime.ranks.calls import check_calls
+
+LIMIT_S = 10.0
+
+
+def state_of(engine: Engine) -> Any:
+    return engine.load_state_dict(case().model.state_dict())
+
+
+def enter(engine: Engine) -> None:
+    with engine.averaged():
+        pass
+
+
+METHODS: dict[str, Callable[[Engine, str], Any]] = {
+    "step": lambda engine, _: go(engine, 1),
+    "eval_step": lambda engine, _: engine.eval_step(engine.local_batch(case().batches[0])),
+    "full_state_dict": lambda engine, _: engine.full_state_dict(),
+    "save": lambda engine, path: engine.save(f"{path}/save"),
+    "load": lambda engine, path: engine.load(f"{path}/save"),
+    "export": lambda engine, path: engine.export(f"{path}/export"),
+    "set": lambda engine, _: engine.set("scale", 2.0),
+    "load_state_dict": lambda engine, _: state_of(engine),
+    "freeze": lambda engine, _: engine.freeze("head"),
+    "unfreeze": lambda engine, _: engine.unfreeze("head"),
+    "gradient_norm": lambda engine, _: engine.gradient_norm(),
+    "average": lambda engine, _: engine.average(0.9),
+    "averaged": lambda engine, _: enter(engine),
+    "full_optimizer_state_dict": lambda engine, _: engine.full_optimizer_state_dict(),
+    "load_optimizer_state_dict": lambda engine, _: engine.load_optimizer_state_dict({"state": {}, "param_groups": []}),
+}  # fmt: skip
+
+
+def heard(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except AutoparError as error:
+        return str(error)
+    return "no error"
+
+
+def alone(rank: int, cells: list[str], path: str) -> dict[str, str]:
+    """Rank 1 calls each method, while rank 0 goes on training."""
+    found = {}
+    for cell in cells:
+        engine, _ = engine_of(cell, sgd)
+        engine.average(0.9)
+        go(engine, 1)
+        for name, method in METHODS.items():
+            if name != "step":
+                own = method if rank else METHODS["step"]
+                found[f"{cell} {name}"] = heard(lambda own=own, engine=engine: own(engine, path))
+        go(engine, 1)  # nothing is left of it
+    return found
+
+
+@pytest.mark.parametrize(
+    "cells", [["zero3", "pp2"], pytest.param(["dp2", "tp2", "zero1"], marks=pytest.mark.slow)]
+)
+def test_a_method_that_one_rank_calls_is_named(pool2, tmp_path, cells):
+    ranks = pool2.run(alone, cells, str(tmp_path), timeout_s=120)
+    for found in ranks:
+        assert len(found) == len(cells) * (len(METHODS) - 1)
+        for key, text in found.items():
+            name = key.split()[1]
+            words = f"rank 0 called step after 1 steps, rank 1 called {name} after 1 steps"
+            assert words in text, (key, text)
+
+
+def disagree(rank: int) -> dict[str, str]:
+    found = {}
+    engine, _ = engine_of("dp2", sgd)
+    if rank == 1:  # skips a step
+        engine.steps = 1
+    found["steps"] = heard(lambda: go(engine, 1))
+    engine.steps = 0
+    engine.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    found["rates"] = heard(lambda: go(engine, 1))
+    engine.optimizer.param_groups[0]["lr"] = 0.1
+    batch = {
+        name: tensor[: 4 + rank] for name, tensor in engine.local_batch(case().batches[0]).items()
+    }
+    found["columns"] = heard(lambda: engine.step({**batch, "x": batch["x"][:, : 6 - rank]}))
+    go(engine, 1)
+
+    def raises() -> None:
+        if rank == 1:
+            raise AutoparError("the loader's own error")
+        go(engine, 1)
+
+    found["optimizer"] = heard(lambda: engine_of("dp2", sgd if rank else adamw))
+    found["options"] = heard(lambda: engine_of("dp2", lambda p: torch.optim.SGD(p, 0.1 + rank)))
+    found["limit"] = heard(lambda: engine_of("dp2", sgd, max_grad_norm=1.0 + rank))
+    found["names"] = heard(lambda: engine.load_state_dict(
+        {"scale": torch.tensor(1.0)} if rank else {"weights": torch.ones(4)}, strict=False
+    ))  # fmt: skip
+    found["shapes"] = heard(lambda: engine.set("weights", torch.ones(4 + rank)))
+    model = (
+        Updated().double()
+        if rank
+        else torch.nn.Sequential(Updated().double()[:] if False else torch.nn.Linear(6, 4)).double()
+    )
+    batch = case().batches[0]
+    loss_fn = None if rank else lambda out, y: (out - y).square().mean()
+    found["models"] = heard(lambda: autopar.parallelize(
+        model, "cpu:2", batch if rank else (batch["x"], batch["labels"]), loss_fn=loss_fn, precision="fp64"
+    ))  # fmt: skip
+    go(engine, 1)
+    return found
+
+
+def test_ranks_that_disagree_are_named(pool2):
+    words = {
+        "steps": "rank 0 called step after 0 steps, rank 1 called step after 1 steps",
+        "rates": "the learning rates of rank 0 and of rank 1 differ",
+        "columns": "does not fit the model|has 5|shape",
+        "optimizer": "different optimizers: rank 0 AdamW, rank 1 SGD",
+        "options": "different optimizer options",
+        "limit": "different max_grad_norm: rank 0 1.0, rank 1 2.0",
+        "names": "tensors of different names",
+        "shapes": r"has shape \(4,\), and the value \(5,\)",
+        "models": "rank 1 has another model than rank 0",
+    }
+    for found in pool2.run(disagree, timeout_s=120):
+        for key, pattern in words.items():
+            import re
+
+            assert re.search(pattern, found[key]), (key, found[key])
+
+
+def lonely(rank: int, cell: str, how: str, path: str) -> None:
+    """Rank 1 stays away; rank 0 writes down what it hears, and after how long."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=2,
+        timeout=timedelta(seconds=LIMIT_S),
+    )  # fmt: skip
+    engine, _ = engine_of(cell, sgd)
+    go(engine, 1)
+    dist.barrier()
+    if rank == 1:
+        if how == "sleeps":
+            time.sleep(4 * LIMIT_S)
+        os._exit(0)  # its loader raised
+    start = time.perf_counter()
+    texts = [heard(lambda: go(engine, 1)), heard(engine.full_state_dict)]
+    Path(path, "heard").write_text(json.dumps([texts, time.perf_counter() - start]))
+
+
+@pytest.mark.parametrize(
+    ("cell", "how"),
+    [("pp2", "ends"), *(pytest.param(cell, how, marks=pytest.mark.slow)
+                        for cell in ("pp2", "dp2", "tp2", "zero3") for how in ("ends", "sleeps"))],
+)  # fmt: skip
+def test_a_rank_that_stays_away_is_noticed(tmp_path, cell, how):
+    plan_of(cell)
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=lonely, args=(rank, cell, how, str(tmp_path))) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    processes[0].join(6 * LIMIT_S)
+    processes[1].kill()
+    processes[0].kill()
+    texts, took_s = json.loads((tmp_path / "heard").read_text())
+    assert all(text.startswith("rank 0 lost the other ranks in ") for text in texts), texts
+    assert took_s < 3 * LIMIT_S
+
+
+def test_calls_are_compared():
+    check_calls([(1, 0, 3, 0.5), (0, 0, 3, 0.5)])
+    with pytest.raises(
+        AutoparError, match="ranks 0, 2 called step after 3 steps, rank 1 called save"
+    ):
+        check_calls([(1, 4, 3, 0.5), (0, 0, 3, 0.5), (2, 0, 3, 0.5)])
+    many = [(rank, 0, rank, 0.5) for rank in range(6)]
+    with pytest.raises(AutoparError, match="and 2 more"):
+        check_calls(copy.copy(many))

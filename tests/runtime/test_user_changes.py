@@ -1,0 +1,442 @@
+"""What users do to parameters, gradients, weights and optimizers between steps: exact against one device, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.exactness import Reference, moved, update_error
+from support.updated_models import (
+    PAIRS,
+    STEPS,
+    Updated,
+    adamw,
+    case,
+    eager,
+    engine_of,
+    go,
+    sgd,
+)
+from support.wrapping_optimizers import SAM, Lookahead, clipped_in_hook
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens before each step: to an engine, and to a model in eager mode. `clip` clips eager gradients."""
+
+    factory: Callable = sgd
+    engine: Callable[[int, Engine], Any] = lambda step, engine: None
+    eager: Callable[[int, nn.Module, torch.optim.Optimizer], Any] = lambda *_: None
+    clip: Callable[[nn.Module], Any] | None = None
+    options: Any = None
+    closure: bool = False
+    named: bool = False
+
+
+def at(step: int, change: Callable) -> Callable:
+    """`change`, before this step alone."""
+    return lambda now, *others: change(*others) if now == step else None
+
+
+@torch.no_grad()
+def other_weights() -> dict[str, torch.Tensor]:
+    state = case().model.state_dict()
+    return {name: torch.cos(value) for name, value in state.items()}
+
+
+WEIGHTS = torch.tensor([0.5, 1.0, 1.5, 2.5], dtype=torch.float64)
+
+
+def set_engine(engine: Engine) -> None:
+    engine.set("weights", WEIGHTS)
+    engine.set("scale", 1.5)
+    engine.set("layers.1.up.weight", other_weights()["layers.1.up.weight"])
+    engine.set("layers.2.down.bias", 0.25)
+
+
+@torch.no_grad()
+def set_eager(model: Updated, optimizer: Any) -> None:
+    model.weights.copy_(WEIGHTS)
+    model.scale.fill_(1.5)
+    model.layers[1].up.weight.copy_(other_weights()["layers.1.up.weight"])
+    model.layers[2].down.bias.fill_(0.25)
+
+
+def frozen(model: Updated, trains: bool) -> None:
+    for module in (model.layers[1], model.head):
+        module.requires_grad_(trains)
+    model.layers[3].up.bias.requires_grad_(trains)
+
+
+FROZEN = ("layers.1", "head.*", "layers.3.up.bias")
+
+
+def scaled(name: str, grad: torch.Tensor) -> torch.Tensor:
+    return grad / (0.1 + grad.norm())
+
+
+def halved(name: str, grad: torch.Tensor) -> None:
+    grad.mul_(0.5)
+
+
+def hooks_engine(engine: Engine) -> None:
+    engine.register_gradient_hook("layers.*.up.weight", scaled)
+    engine.register_gradient_hook("layers.*.up.*", halved, whole=False)
+    engine.register_gradient_hook("head.weight", halved).remove()
+    engine.register_gradient_hook("head", halved)
+
+
+def hooks_eager(model: Updated, optimizer: Any) -> None:
+    for layer in model.layers:
+        layer.up.weight.register_hook(lambda grad: grad / (0.1 + grad.norm()) * 0.5)
+        layer.up.bias.register_hook(lambda grad: grad * 0.5)
+    for parameter in model.head.parameters():
+        parameter.register_hook(lambda grad: grad * 0.5)
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    for parameter in params[:6]:
+        parameter.register_hook(lambda grad: grad / (0.1 + grad.norm()))
+    params[2].register_hook(lambda grad: grad * 2).remove()
+    return sgd(params)
+
+
+class Quantile:
+    """The median of the norms so far, of this step's too."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def __call__(self, norm: float) -> float:
+        self.norms.append(norm)
+        return sorted(self.norms)[(len(self.norms) - 1) // 2]
+
+
+def quantile_clip() -> Callable:
+    """Clips as `Quantile`, whose steps get smaller here; the first step starts anew."""
+    own = Quantile()
+
+    def clip(model: nn.Module) -> None:
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        clip_grad_norm_(model.parameters(), own(float(norm)))
+
+    return clip
+
+
+def clip_groups(model: Updated) -> None:
+    clip_grad_norm_(model.layers.parameters(), 0.2)
+    clip_grad_norm_([*model.head.parameters(), *model.begin.parameters()], 0.1)
+
+
+def clip_each(model: Updated) -> None:
+    for parameter in model.parameters():
+        clip_grad_norm_([parameter], 0.05)
+
+
+def by_names(named_parameters: Any) -> torch.optim.Optimizer:
+    """A rate for each layer, and no decay of vectors."""
+    groups: dict[tuple[str, bool], list] = {}
+    for name, parameter in named_parameters:
+        layer = name.split(".")[1] if name.startswith("layers") else name.split(".")[0]
+        groups.setdefault((layer, name.endswith("bias") or "norm" in name), []).append(
+            (name, parameter)
+        )
+    return torch.optim.AdamW(
+        [
+            {
+                "params": members,
+                "lr": 0.02 / (1 + len(layer)),
+                "weight_decay": 0.0 if plain else 0.1,
+            }
+            for (layer, plain), members in groups.items()
+        ]
+    )
+
+
+def only_head(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params)[-2:], 0.05, momentum=0.9)
+
+
+SCENARIOS = {
+    "set": Scenario(sgd, at(1, set_engine), at(1, set_eager)),
+    "load_state_dict": Scenario(
+        adamw,
+        at(2, lambda engine: engine.load_state_dict(other_weights())),
+        at(2, lambda model, _: model.load_state_dict(other_weights())),
+    ),
+    "freeze": Scenario(
+        adamw,
+        lambda step, engine: [lambda: None, lambda: engine.freeze(*FROZEN), lambda: engine.unfreeze("*")][step](),
+        lambda step, model, _: step and frozen(model, step == 2),
+        lambda model: clip_grad_norm_(model.parameters(), 0.3),
+        lambda: {"max_grad_norm": 0.3},
+    ),
+    "gradient hooks": Scenario(sgd, at(0, hooks_engine), at(0, hooks_eager)),
+    "hooks of the factory": Scenario(hooked),
+    "clip by value": Scenario(
+        sgd, clip=lambda model: clip_grad_value_(model.parameters(), 0.01),
+        options=lambda: {"clip": autopar.ClipValue(0.01)},
+    ),
+    "clip by group": Scenario(
+        sgd, clip=clip_groups,
+        options=lambda: {"clip": [autopar.ClipNorm(0.2, "layers"), autopar.ClipNorm(0.1, ("head", "begin.*"))]},
+    ),
+    "clip each": Scenario(
+        sgd, clip=clip_each, options=lambda: {"clip": autopar.ClipNorm(0.05, each=True)}
+    ),
+    "clip by the largest": Scenario(
+        sgd, clip=lambda model: clip_grad_norm_(model.parameters(), 0.05, norm_type=math.inf),
+        options=lambda: {"clip": autopar.ClipNorm(0.05, norm_type=math.inf)},
+    ),
+    "clip by the sum": Scenario(
+        sgd, clip=lambda model: clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
+        options=lambda: {"clip": [autopar.ClipNorm(1.0, norm_type=1)]},
+    ),
+    "clip by a quantile": Scenario(sgd, options=lambda: {"clip": autopar.ClipNorm(Quantile())}),
+    "clip_grad_value_ in a hook": Scenario(clipped_in_hook(lambda held: clip_grad_value_(held, 0.01))),
+    "groups by name": Scenario(by_names, named=True),
+    "a group added": Scenario(
+        only_head,
+        at(1, lambda engine: engine.add_param_group("begin", "layers.0.*", lr=0.02)),
+        at(1, lambda model, optimizer: optimizer.add_param_group(
+            {"params": [*model.begin.parameters(), *model.layers[0].parameters()], "lr": 0.02}
+        )),
+    ),
+    "lookahead": Scenario(lambda params: Lookahead(sgd(params))),
+}  # fmt: skip
+WHOLE = {
+    "clip_grad_norm_ in a hook": Scenario(clipped_in_hook(lambda held: clip_grad_norm_(held, 0.1))),
+    "sam": Scenario(
+        lambda params: SAM(params, torch.optim.SGD, 0.1, lr=0.05, momentum=0.9), closure=True
+    ),
+    "lbfgs": Scenario(lambda params: torch.optim.LBFGS(params, 0.2, max_iter=3), closure=True),
+}
+"""Optimizers that look at all parameters, which no stage of a pipeline has."""
+SCENARIOS |= WHOLE
+
+
+def run(rank: int, items: list[tuple[str, str]]) -> list[tuple[list[float], dict]]:
+    found = []
+    for name, cell in items:
+        scenario, losses = SCENARIOS[name], []
+        options = scenario.options() if scenario.options else {}
+        engine, _ = engine_of(cell, scenario.factory, **options)
+        for step in range(STEPS):
+            scenario.engine(step, engine)
+            losses += go(engine, 1, step)
+        found.append((losses, engine.full_state_dict()))
+    return found
+
+
+def expected(name: str) -> Reference:
+    scenario = SCENARIOS[name]
+    if scenario.closure:
+        return eager_by_closure(scenario.factory, first=name == "sam")
+    clip = quantile_clip() if name == "clip by a quantile" else scenario.clip
+    return eager(scenario.factory, clip, scenario.eager, scenario.named)
+
+
+def eager_by_closure(factory: Callable, first: bool) -> Reference:
+    model = copy.deepcopy(case().model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer, losses = factory(list(model.parameters())), []
+    for batch in case().batches[:STEPS]:
+        seen: list[float] = []
+
+        def closure(batch=batch, seen=seen) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(**batch)
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        if first:
+            closure()
+        optimizer.step(closure)
+        losses.append(seen[0])
+    return Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()})
+
+
+def check(pool, items: list[tuple[str, str]]) -> None:
+    for by_rank in pool.run(run, items, timeout_s=300):
+        for (name, cell), (losses, state) in zip(items, by_rank, strict=True):
+            reference = expected(name)
+            assert losses == pytest.approx(reference.losses, rel=1e-9), (name, cell)
+            error = update_error(reference, state)
+            assert error <= 1.0, (name, cell, error)
+
+
+def test_scenarios_move_weights():
+    """And differ from training without them, so that none can pass by doing nothing."""
+    plain = {"adamw": eager(adamw), "sgd": eager(sgd)}
+    for name in SCENARIOS:
+        found = expected(name)
+        assert name == "a group added" or moved(found) > 0.001, name
+        assert all(update_error(found, other.after) > 1e3 for other in plain.values()), name
+
+
+def test_changes_are_exact(pool2):
+    """Each on two ranks, in one of three cells; `--runslow` runs all cells."""
+    cells = ("zero3", "pp2", "tp2")
+    check(
+        pool2,
+        [
+            (name, "zero3" if name in WHOLE else cells[place % 3])
+            for place, name in enumerate(SCENARIOS)
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", PAIRS)
+def test_changes_are_exact_in_all_cells(pool2, cell):
+    check(pool2, [(name, cell) for name in SCENARIOS if cell != "pp2" or name not in WHOLE])
+
+
+@pytest.mark.slow
+def test_changes_are_exact_on_one_device():
+    for name in SCENARIOS:
+        [(losses, state)] = run(0, [(name, "one")])
+        assert update_error(expected(name), state) <= 1.0, name
+        assert losses == pytest.approx(expected(name).losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["sam", *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE)]
+)
+def test_what_needs_all_parameters_is_refused_in_a_pipeline(pool2, name):
+    with pytest.raises(AutoparError, match=r"in other stages of the pipeline \(pp=2\). Pin pp=1,"):
+        pool2.run(run, [(name, "pp2")])
+
+
+# ------------------------------------------------------------------------------------------------------- what has no effect
+
+LOST: dict[str, tuple[Callable[[Engine, Updated], Any], str]] = {
+    "fill": (lambda engine, model: model.weights.fill_(3), r'weights was changed.*engine.set\("weights"'),
+    "copy": (lambda engine, model: model.head.weight.mul_(2), r"head.weight was changed"),
+    "load": (lambda engine, model: model.load_state_dict(other_weights()), "engine.load_state_dict"),
+    "replace": (lambda engine, model: setattr(model.head, "weight", nn.Parameter(model.head.weight * 2)),
+                "head.weight was changed"),
+    "buffer": (lambda engine, model: setattr(model, "scale", torch.tensor(2.0).double()), "scale was changed"),
+    "data": (lambda engine, model: setattr(model.head.bias, "data", torch.ones(4).double()), "head.bias was changed"),
+    "freeze": (lambda engine, model: model.layers[0].requires_grad_(False), r"engine.freeze\(.layers.0.up.weight.\)"),
+    "module": (lambda engine, model: setattr(model, "head", nn.Linear(8, 4).double()), "module head was replaced"),
+    "group": (lambda engine, model: engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+              "engine.add_param_group"),
+    "master": (lambda engine, model: engine.optimizer.param_groups[0]["params"][0].requires_grad_(False),
+               "engine.freeze"),
+    "hook": (lambda engine, model: engine.optimizer.param_groups[0]["params"][0].register_hook(lambda g: g),
+             "engine.register_gradient_hook"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_changes_without_effect_are_refused(name):
+    change, words = LOST[name]
+    engine, model = engine_of("one", sgd)
+    go(engine, 1)
+    with torch.no_grad():
+        change(engine, model)
+    for method in (engine.step, engine.eval_step):
+        with pytest.raises(AutoparError, match=words):
+            method(case().batches[1])
+    if name in ("fill", "copy", "load", "replace", "buffer", "data"):  # the advice works
+        engine.load_state_dict(model.state_dict())
+        reference = copy.deepcopy(model)
+        assert float(engine.step(case().batches[1])) == pytest.approx(
+            float(reference(**case().batches[1])), rel=1e-12
+        )
+    if name == "freeze":
+        engine.freeze("layers.0")
+        go(engine, 1)
+
+
+def test_what_keeps_the_model_as_the_engine_has_it_is_no_change():
+    engine, model = engine_of("one", sgd)
+    go(engine, 1)
+    model.load_state_dict(engine.full_state_dict())  # to generate with it, say
+    go(engine, 1)
+    model.eval(), model.float(), model.zero_grad()
+    go(engine, 1)
+    engine.forget_model()
+    model.load_state_dict(other_weights())
+    go(engine, 1)
+
+
+def test_attributes_of_python_are_told_once(capsys):
+    engine, model = engine_of("one", sgd)
+    model.temperature = 2.0
+    go(engine, 2)
+    assert capsys.readouterr().err.count("temperature was 1.0 when") == 1
+    with pytest.raises(AutoparError, match="temperature is an attribute of Python"):
+        engine.set("temperature", 2.0)
+
+
+WRONG: dict[str, tuple[Callable[[Engine], Any], str]] = {
+    "unknown": (lambda engine: engine.set("head.weigh", 1.0), "no parameter or buffer 'head.weigh'; near are head.weight"),
+    "shape": (lambda engine: engine.set("head.bias", torch.ones(3)), r"has shape \(4,\), and the value \(3,\)"),
+    "kind": (lambda engine: engine.set("head.bias", "one"), "takes a tensor or a number"),
+    "missing": (lambda engine: engine.load_state_dict({"head.bias": torch.ones(4)}), "names are missing"),
+    "extra": (lambda engine: engine.load_state_dict(other_weights() | {"x": torch.ones(1)}), "unknown: x"),
+    "no state": (lambda engine: engine.load_state_dict([1]), "mapping from names to tensors"),
+    "no name": (lambda engine: engine.freeze(), "at least one name"),
+    "no match": (lambda engine: engine.freeze("layer.*"), "no parameter matches 'layer"),
+    "buffers": (lambda engine: engine.freeze("weights"), "buffers alone"),
+    "all": (lambda engine: (engine.freeze("*"), go(engine, 1)), "all parameters are frozen"),
+    "twice": (lambda engine: engine.add_param_group("head"), "in a parameter group already"),
+    "no function": (lambda engine: engine.register_gradient_hook("head", 3), "not a function"),
+    "hook's shape": (lambda engine: (engine.register_gradient_hook("head.bias", lambda n, g: g[:1]), go(engine, 1)),
+                     r"a gradient hook of head.bias returned a tensor of \(1,\)"),
+    "averages": (lambda engine: engine.averaged().__enter__(), "call engine.average"),
+    "decay": (lambda engine: engine.average(1.5), "decay=1.5"),
+    "groups": (lambda engine: engine.load_optimizer_state_dict({"state": {}, "param_groups": []}), r"groups of \[\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_told(name):
+    call, words = WRONG[name]
+    engine, _ = engine_of("one", sgd)
+    with pytest.raises(AutoparError, match=words):
+        call(engine)
+
+
+def after_accumulation(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    params[0].register_post_accumulate_grad_hook(lambda p: None)
+    return sgd(params)
+
+
+FACTORIES: dict[str, tuple[Callable, str]] = {
+    "after accumulation": (after_accumulation, "engine.register_gradient_hook"),
+    "names": (lambda params: sgd([p for _, p in params]), "call its argument named_parameters"),
+    "sparse": (torch.optim.SparseAdam, "SparseAdam takes sparse gradients alone"),
+    "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
+    "capturable": (lambda p: torch.optim.Adam(p, capturable=True), "capturable=True"),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_that_cannot_run(name):
+    factory, words = FACTORIES[name]
+    with pytest.raises(AutoparError, match=words):
+        engine_of("one", factory)
+
+
+@pytest.mark.parametrize("limit", [0, -1, "a", None, True])
+def test_limits_of_clipping(limit):
+    for kind in (autopar.ClipNorm, autopar.ClipValue):
+        with pytest.raises(AutoparError, match="limit"):
+            kind(limit)
