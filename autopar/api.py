@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,18 @@ from torch import nn
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
-from autopar.ir.cluster import Cluster
+from autopar.ir.cluster import Cluster, reading_note
+from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.rows import BatchDims, row_dims
 from autopar.ops.work import tokens_per_row
 from autopar.planning.notes import split_notes
-from autopar.planning.objectives import Goal, choose
+from autopar.planning.objectives import Goal, choose, most_searches
 from autopar.planning.planner import plan_traced
-from autopar.planning.remedies import Ask, remedies
+from autopar.planning.remedies import BUDGET_S, Ask, remedies
 from autopar.planning.saved_plan import check_plan
+from autopar.planning.searches import Searches
 from autopar.request.arguments import (
     check_arguments,
     check_beside_plan,
@@ -32,7 +34,7 @@ from autopar.request.arguments import (
     parsed_cluster,
 )
 from autopar.request.pins import Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest
+from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks, say
 from autopar.runtime.state.precision import (
@@ -186,10 +188,10 @@ def plan(
             number of devices.
         pin: choices that are fixed, such as {"tp": 8}.  A plan with every choice pinned is a prediction.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
-        precision: 'bf16', 'fp16', 'fp32' or 'fp64'.  By default the model's own, but bf16 on GPUs for an fp32 model.  A note of
-            the plan says so.
-        time_limit_s: seconds that tracing and a search may take together; a search has at least half of them.  Objectives other than
-            'time' need several searches.  If nothing fits, looking for what would fit takes some 20 s more.
+        precision: 'bf16', 'fp16', 'fp32' or 'fp64'.  By default the model's own, but bf16 on GPUs for an fp32 model (fp16 if they have
+            no bf16).  A note of the plan says so.
+        time_limit_s: seconds for everything: tracing, every search of the objective, simpler plans, runners-up, and what would fit if
+            nothing does.  Tracing cannot be cut short: what follows has at least half of them.
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
@@ -215,10 +217,13 @@ def plan(
             memory that a plan needs is known.
     """
     check_arguments(locals())
-    start = time.perf_counter()
+    deadline = Deadline.after(time_limit_s)
+    read = reading_note(cluster) if isinstance(cluster, str) else ""
     cluster, goal = parsed_cluster(cluster).kept_free(headroom), Goal(objective, deadline_s)
     example_inputs = _example(model, example_inputs)
-    chosen = precision if precision is not None else default_precision(model, cluster.device_type)
+    chosen = (
+        precision if precision is not None else default_precision(model, choose_precision(cluster))
+    )
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
     if software is None:
         generation = cluster.groups[0].device.generation
@@ -247,47 +252,45 @@ def plan(
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:
         note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
-    left_s = time_left_s(time_limit_s, time.perf_counter() - start)
-    return _noted(_best_plan(goal, traced, request, left_s, progress), note)
-
-
-def time_left_s(limit_s: float, traced_s: float) -> float:
-    """Seconds that are left for a search after `traced_s` seconds of tracing; at least half of the
-    limit.
-    """
-    return max(limit_s - traced_s, limit_s / 2)
+    deadline = deadline.captured(deadline.clock() - deadline.start_s)
+    return _noted(_noted(_best_plan(goal, traced, request, deadline, progress), note), read)
 
 
 def _best_plan(
     goal: Goal,
     traced: TracedModel,
     request: PlanRequest,
-    time_limit_s: float,
+    deadline: Deadline,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The best plan for the goal. `time_limit_s` seconds are for each search; `progress(line)` is
-    called as it goes (None: not at all).
+    """The best plan for the goal, by the deadline; `progress(line)` is called as it goes (None: not
+    at all).
 
     If no plan fits or none is found in time, raises NoPlanFits. Its message says what would fit, if
     the least memory of a plan is known.
     """
+    searches = Searches(deadline, most_searches(goal, request.cluster))
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(
-            request, pin=Pins.of(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch
+            request,
+            pin=Pins.of(ask.pin),
+            cluster=ask.cluster,
+            global_batch=ask.global_batch,
+            keeps_tp_inside=goal.objective == "time",
         )
-        return plan_traced(traced, asked, min(limit_s, time_limit_s), progress)
+        return plan_traced(traced, asked, min(limit_s, searches.next_s()), progress)
 
     def plan_on(pin: Mapping[str, Any], cluster: Cluster) -> Plan:
-        return plan_for(replace(ask, pin=pin, cluster=cluster), time_limit_s)
+        return plan_for(replace(ask, pin=pin, cluster=cluster), inf)
 
     ask = Ask(request.pin, request.cluster, request.global_batch, None)
     try:
         return choose(goal, plan_on, ask.cluster, ask.pin, progress or (lambda text: None)).plan
     except NoPlanFits as error:
-        if error.least_bytes is None:
+        if error.least_bytes is None or deadline.is_over:
             raise
-        words = str(remedies(error, plan_for, ask))
+        words = str(remedies(error, plan_for, ask, min(BUDGET_S, deadline.left_s)))
         raise NoPlanFits(words, error.least_bytes, error.proven) from None
 
 
@@ -360,7 +363,7 @@ def parallelize(
     inputs = [example_inputs, *_shorter(example_inputs, buckets, batch_dims)]
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
-    chosen = given if given is not None else default_precision(model, cluster.device_type)
+    chosen = given if given is not None else default_precision(model, choose_precision(cluster))
     traced, *shorter = _traced_on_ranks(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
     checked = _checked_weights(weights, model, traced)

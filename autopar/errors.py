@@ -31,8 +31,15 @@ class NoPlanFits(AutoparError):
     Attributes:
         least_bytes: bytes of the smallest plan on its fullest device, or None if they are not known.
         proven: whether it is proved that no plan fits.
+        is_cut: whether the time was over before anything was known, so that a plan may fit.
     """
 
-    def __init__(self, message: str, least_bytes: int | None = None, proven: bool = True) -> None:
+    def __init__(
+        self,
+        message: str,
+        least_bytes: int | None = None,
+        proven: bool = True,
+        is_cut: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.least_bytes, self.proven = least_bytes, proven
+        self.least_bytes, self.proven, self.is_cut = least_bytes, proven, is_cut

@@ -81,8 +81,8 @@ if __name__ == "__main__":
 
 
 @click.command(cls=options.Command)
-@click.argument("model")
-@click.argument("cluster")
+@click.argument("model", type=options.MODEL)
+@click.argument("cluster", type=options.CLUSTER)
 @click.option(
     "--global-batch",
     type=options.POSITIVE,

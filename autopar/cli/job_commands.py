@@ -23,8 +23,15 @@ ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 @click.command(cls=options.Command)
 @click.argument("file", type=click.Path(dir_okay=False))
 @ARGUMENTS
-@click.option("--cluster", required=True, help="Where it runs: dgx-h100:8, h100:4, or a YAML file.")
-@click.option("--model", help="A MODEL, if the file does not say its dimensions.")
+@click.option(
+    "--cluster",
+    type=options.CLUSTER,
+    required=True,
+    help="Where it runs: dgx-h100:8, h100:4, or a YAML file.",
+)
+@click.option(
+    "--model", type=options.MODEL, help="A MODEL, if the file does not say its dimensions."
+)
 @click.option(
     "--seq", type=options.POSITIVE, help="Tokens per sequence, if the file does not say them."
 )
@@ -108,7 +115,11 @@ def check(
 @click.command(cls=options.Command)
 @click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
-@click.option("--model", help="A MODEL, whose dimensions are written too (default: the plan's).")
+@click.option(
+    "--model",
+    type=options.MODEL,
+    help="A MODEL, whose dimensions are written too (default: the plan's).",
+)
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
 @click.option(
     "--verify",

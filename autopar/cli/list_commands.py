@@ -69,7 +69,7 @@ def clusters(words: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command(cls=options.Command)
-@click.argument("cluster")
+@click.argument("cluster", type=options.CLUSTER)
 def cluster(cluster: str) -> None:
     """Print CLUSTER as a file with comments, to be edited and then given as CLUSTER.
     \u000c

@@ -13,9 +13,10 @@ from autopar_cost_models.matmul import SCALINGS
 
 from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, reading_note
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
+from autopar.models.names import model_note
 from autopar.request.pins import parse_pins
 from autopar.request.software import NAMED, Software
 
@@ -91,6 +92,26 @@ class Numbers(click.ParamType):
         return numbers
 
 
+class _Named(click.ParamType):
+    """A parameter type: a text that names something. `note(text)` says what it is taken as, if that is
+    another text. The note is printed to stderr.
+    """
+
+    def __init__(self, name: str, note: Callable[[str], str]) -> None:
+        self.name, self.note = name, note
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | None:
+        """The text itself."""
+        if isinstance(value, str) and (note := self.note(value)):
+            click.echo(f"Note: {note}", err=True)
+        return value
+
+
+MODEL, CLUSTER = _Named("MODEL", model_note), _Named("CLUSTER", reading_note)
+
+
 POSITIVE = click.IntRange(min=1, max=MOST)
 
 
@@ -119,7 +140,7 @@ precision = click.option(
     "--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs."
 )
 limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
-                     help="Seconds to trace and search; objectives, comparisons and sweeps make several searches.")  # fmt: skip
+                     help="Seconds for the whole command; what follows the capture of the model has at least half of them.")  # fmt: skip
 micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
                                 help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
 target = click.option("--target", metavar="megatron|...",

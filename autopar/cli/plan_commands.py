@@ -86,6 +86,8 @@ def cli() -> None:
     """
 
 
+_FAMILIES = 8
+"""About how many families of layouts are planned to be compared."""
 PINS_HELP = f"\b\nPins:\n{indent(pins_help(), '  ')}"
 """The list of pins at the end of a command's help. The first character tells click not to rewrap
 it.
@@ -93,8 +95,8 @@ it.
 
 
 @cli.command(epilog=PINS_HELP)
-@click.argument("model", required=False)
-@click.argument("cluster", required=False)
+@click.argument("model", type=options.MODEL, required=False)
+@click.argument("cluster", type=options.CLUSTER, required=False)
 @click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
 @options.seq
 @click.option(
@@ -195,12 +197,13 @@ def explain(
         raise click.UsageError(f"Missing {', '.join(missing)}")
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.planning.objectives import Goal, choose
+        from autopar.planning.objectives import Goal, choose, most_searches
 
         goal = Goal(objective, deadline, tokens_per_second)
-        planned = Planner(Asked(**asked), tell)
+        planned, by_time = Planner(Asked(**asked), tell), objective == "time"
+        planned.expect(most_searches(goal, planned.cluster) + bool(by_time and planned.target))
         try:
-            plan_on = partial(planned.plan, runners_up=objective == "time")
+            plan_on = partial(planned.plan, runners_up=by_time, keeps_tp_inside=by_time)
             chosen = choose(goal, plan_on, planned.cluster, pins, tell)
         except NoPlanFits as error:
             _refuse(error, planned, pins, as_json)
@@ -310,6 +313,7 @@ def _show_plan(
     was made now; `checks` are its replay and audit. `detail` has `tokens`, `layers` and `verbose` of
     `plan_table`.
     """
+    from autopar.explaining.certificate import not_proved_words
     from autopar.explaining.plan_report import plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
     from autopar.text.training_words import training_of
@@ -322,8 +326,11 @@ def _show_plan(
         click.echo(json.dumps(report.data | added, indent=1))
         return
     if chosen:
+        if doubt := not_proved_words(report.plan):
+            show(doubt)
         show(chosen_table(chosen))
-    show(plan_table(report.plan, report.counts, **report.said, **detail))
+    said = {**report.said, **detail, "says_gap": chosen is None}
+    show(plan_table(report.plan, report.counts, **said))
     for check in checks:
         show(check.table())
 
@@ -342,8 +349,8 @@ def _saved_plan(command: Any) -> Any:
             help="What the plan was made under, if its file is of an earlier version.",
         ),
         options.seq,
-        click.argument("cluster", required=False),
-        click.argument("model", required=False),
+        click.argument("cluster", type=options.CLUSTER, required=False),
+        click.argument("model", type=options.MODEL, required=False),
         click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json"),
     )
     return click.pass_context(added(command))
@@ -392,8 +399,8 @@ def _check_saved(
 
 
 @cli.command("why-not", epilog=PINS_HELP)
-@click.argument("model")
-@click.argument("cluster")
+@click.argument("model", type=options.MODEL)
+@click.argument("cluster", type=options.CLUSTER)
 @options.batch
 @options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="The choice to ask about.")
@@ -426,6 +433,7 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
             plan = Plan.load(saved)
             _note_stale(saved, plan)
         planned = Planner(Asked(**asked), tell)
+        planned.expect(2 if plan is None else 1)
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:
         click.echo(json.dumps(why_not_data(answer), indent=1))
@@ -439,8 +447,8 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
 
 
 @cli.command()
-@click.argument("model")
-@click.argument("cluster")
+@click.argument("model", type=options.MODEL)
+@click.argument("cluster", type=options.CLUSTER)
 @options.batch
 @options.seq
 @click.option(
@@ -477,6 +485,7 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
         planned = Planner(Asked(**asked), tell)
+        planned.expect(1 + (len(pins) or _FAMILIES * (not saved)))
         plan_on = partial(planned.plan, runners_up=not pins and not saved)
         entries = compare(plan_on, planned.cluster, parsed, plans)
     if as_json:
@@ -490,8 +499,8 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
 
 
 @cli.command()
-@click.argument("model")
-@click.argument("cluster")
+@click.argument("model", type=options.MODEL)
+@click.argument("cluster", type=options.CLUSTER)
 @click.option(
     "--gpus",
     type=options.Numbers(int),
@@ -543,6 +552,7 @@ def sweep(
         spec = priced_cluster(asked["cluster"], asked["price"]).kept_free(asked["headroom"])
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
         planned = Planner(Asked(global_batch=global_batch[0], **asked), tell)
+        planned.expect(len(points) * (1 + bool(inter_bandwidth)))
         found = sweep(
             lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell
         )
@@ -557,8 +567,8 @@ def sweep(
 
 
 @cli.command()
-@click.argument("model")
-@click.argument("cluster")
+@click.argument("model", type=options.MODEL)
+@click.argument("cluster", type=options.CLUSTER)
 @options.batch
 @options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix, in every plan.")
@@ -598,6 +608,7 @@ def robust(
 
         planned = Planner(Asked(**asked), tell)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
+        planned.expect(1 + 2 * len(scenarios))
         found = robustness(
             planned.plan,
             planned.cluster,

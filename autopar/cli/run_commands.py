@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=options.Command)
-@click.argument("model")
+@click.argument("model", type=options.MODEL)
 @click.option(
     "--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes."
 )
@@ -286,10 +286,18 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
     metavar="LOG|trace.json",
     help="Fit --cluster to a measured run instead: a trace of torch's profiler, or a log of Megatron-LM, torchtitan or nanotron.",
 )
-@click.option("--cluster", help="With --from-run: where it ran (default: the cluster of --plan).")
+@click.option(
+    "--cluster",
+    type=options.CLUSTER,
+    help="With --from-run: where it ran (default: the cluster of --plan).",
+)
 @click.option("--plan", help="With --from-run: the saved plan that ran.")
 @click.option("--job", help="With --from-run: the job file of the framework that ran.")
-@click.option("--model", help="With --from-run: a MODEL, if the file of what ran has none.")
+@click.option(
+    "--model",
+    type=options.MODEL,
+    help="With --from-run: a MODEL, if the file of what ran has none.",
+)
 @click.option("--seq", type=options.POSITIVE, help="With --from-run: tokens per sequence.")
 @options.as_json
 def calibrate(

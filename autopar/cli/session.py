@@ -10,12 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec, reading_note
+from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
+from autopar.planning.searches import Searches
 from autopar.request.pins import Pins
 from autopar.request.software import Software
 
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
-    the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
-    `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
+    the sequence length of the model's own design, or 512. `time_limit` is in seconds of the whole
+    command, `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
     `target` is the framework whose limits plans keep, or None. `framework` is the one whose software
     was asked for by name, or None.
     """
@@ -54,6 +57,10 @@ class Asked:
     framework: str | None = None
 
 
+_SEARCH_SHARE = 0.9
+"""The fraction of the time that is left for the searches of a command, and not for its report."""
+
+
 class Planner:
     """Makes and checks plans of one model for the request of a command; its methods may override
     parts of the request. `tell(text)` is called with progress messages. Making one parses model and
@@ -61,14 +68,16 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.asked = asked
+        self.searches = Searches(Deadline.after(asked.time_limit))
+        self.notes = notes_on(asked.model, asked.cluster)
         self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
         self.spec = parse_model(asked.model)
+        self.asked = asked = self._as_read(asked)
         self.seq = asked.seq or self.spec.max_seq or 512
-        self.time_limit_s, self.tell = asked.time_limit, tell
+        self.tell = tell
         self.request = PlanRequest(
             self.cluster,
             asked.global_batch,
@@ -83,9 +92,27 @@ class Planner:
         )
         self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
-        self.traced_s = 0.0  # since the last search
         if self.target:
             self._restriction()  # an unknown target is an error at once
+
+    def _as_read(self, asked: Asked) -> Asked:
+        """The request with its model and cluster in the words in which commands are printed."""
+        if not self.notes:
+            return asked
+        from autopar.models.names import model_named
+
+        given, model = asked.cluster, model_named(asked.model) or asked.model
+        read = isinstance(given, str) and reading_note(given)
+        return replace(asked, model=model, cluster=self.cluster.name if read else given)
+
+    @property
+    def deadline(self) -> Deadline:
+        """When the command has to answer."""
+        return self.searches.deadline
+
+    def expect(self, searches: int) -> None:
+        """Says how many searches are still to come, which share the time that is left."""
+        self.searches.to_come = max(searches, 1)
 
     def traced(self, seq: int | None = None) -> TracedModel:
         """The traced model on sequences of `seq` tokens (default: the length of the request). Each
@@ -101,7 +128,8 @@ class Planner:
             self._traced[seq] = api.trace_spec(
                 self.spec, seq, captured_in(self.request.precision, self.request.runnable)
             )
-            self.traced_s += time.perf_counter() - start
+            taken_s = time.perf_counter() - start
+            self.searches.deadline = self.deadline.captured(taken_s)
         return self._traced[seq]
 
     def plan(
@@ -110,13 +138,16 @@ class Planner:
         cluster: Cluster | None = None,
         global_batch: int | None = None,
         seq: int | None = None,
-        time_limit_s: float | None = None,
+        time_limit_s: float = inf,
         runners_up: bool = False,
         within_target: bool = True,
+        keeps_tp_inside: bool = True,
     ) -> Plan:
         """The best plan under the pins `pin`. Other arguments override the request where they are
         not None. `runners_up`: with the best plan of each family. `within_target=False` leaves out
-        the limits of the command's target. Raises AutoparError like `api.plan_traced`.
+        the limits of the command's target. `keeps_tp_inside` is as for `PlanRequest`. The search
+        takes at most `time_limit_s` seconds, and its share of the command's time. Raises
+        AutoparError like `api.plan_traced`.
         """
         from autopar import api
 
@@ -126,12 +157,14 @@ class Planner:
             cluster=cluster or self.cluster,
             global_batch=global_batch or self.request.global_batch,
             runners_up=runners_up,
+            keeps_tp_inside=keeps_tp_inside,
         )
         if self.target and within_target:
             request = request.within(self._restriction(seq))
-        traced, limit_s = self.traced(seq), time_limit_s or self.time_limit_s
-        left_s, self.traced_s = api.time_left_s(limit_s, self.traced_s), 0.0
-        return api.plan_traced(traced, request, left_s, self.tell)
+        traced = self.traced(seq)
+        left_s = min(self.searches.next_s(_SEARCH_SHARE), time_limit_s)
+        plan = api.plan_traced(traced, request, left_s, self.tell)
+        return replace(plan, notes=(*self.notes, *plan.notes))
 
     def pins_within(self, pin: Mapping[str, Any]) -> Mapping[str, Any]:
         """The pins under which plans are made: the user's, and those of the command's target."""
@@ -144,9 +177,13 @@ class Planner:
         if not self.target:
             return plan
         self.tell("planning without the limits of the target")
-        step_s = plan.predicted.step_time_s
-        free_s = min(self.plan(pin, within_target=False).predicted.step_time_s, step_s)
-        name = self._restriction().name
+        step_s, name = plan.predicted.step_time_s, self._restriction().name
+        try:
+            free = self.plan(pin, within_target=False)
+        except NoPlanFits as error:
+            words = f"what {name} can run was not compared with the best plan of autopar: {error}"
+            return replace(plan, notes=(f"target {self.target}: {words}", *plan.notes))
+        free_s = min(free.predicted.step_time_s, step_s)
         words = f"what {name} can run takes {step_s / free_s - 1:.1%} more than the best plan of autopar, {free_s * 1e3:.4g} ms"
         return replace(plan, notes=(f"target {self.target}: {words}", *plan.notes))
 
@@ -160,23 +197,21 @@ class Planner:
         return restriction_of(self.target or "", shape, seq or self.seq)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
-        """A plan for the request `ask`, searched for at most `time_limit_s` seconds or the
-        command's limit, if that is less.
-        """
-        return self.plan(
-            ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s)
-        )
+        """A plan for the request `ask`, searched for at most `time_limit_s` seconds."""
+        return self.plan(ask.pin, ask.cluster, ask.global_batch, ask.seq, time_limit_s)
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
         """As `Remedies`: the smallest changes of the request with which a plan fits, after planning
         under the pins `pin` raised `error`.
         """
-        from autopar.planning.remedies import Ask, remedies
+        from autopar.planning.remedies import BUDGET_S, Ask, remedies
 
+        self.expect(1)  # each has the time that is left, and `remedies` shares it out
         return remedies(
             error,
             self.plan_for,
             Ask(pin, self.cluster, self.request.global_batch, self.seq),
+            budget_s=min(BUDGET_S, self.deadline.left_s),
             tell=self.tell,
         )
 
@@ -202,7 +237,9 @@ class Planner:
         words = ""
         if options is not None:
             words = command_line(plan, self.asked.model, on, self.asked.seq, options)
-        return full_report(plan, self.traced(), request, command=words, is_drawn=is_drawn)
+        return full_report(
+            plan, self.traced(), request, command=words, is_drawn=is_drawn, deadline=self.deadline
+        )
 
     def _options(self, plan: Plan, cluster: str) -> str | None:
         """The options of this request's software, headroom and target for a command with the plan's
@@ -302,6 +339,16 @@ def asked_of(
         micro_batch_mean=plan.micro_batch_mean,
         software=Software.from_data(made_for.software),
     )
+
+
+def notes_on(model: str, cluster: str | Cluster) -> tuple[str, ...]:
+    """Notes on what the texts of a model and a cluster are taken as, where they are spelled
+    otherwise.
+    """
+    from autopar.models.names import model_note
+
+    read = reading_note(cluster) if isinstance(cluster, str) else ""
+    return tuple(note for note in (model_note(model), read) if note)
 
 
 def priced_cluster(text: str | Cluster, price: float | None) -> Cluster:

@@ -10,6 +10,10 @@ from autopar.request.pins import pin_text
 from autopar.text.numbers import Numbers, Words
 from autopar.text.units import PROVED, gap_words, gib, percent
 
+NOT_PROVED, NOTHING_KNOWN = 0.05, 0.9
+"""The gaps from which the first line of an answer says that the plan is not proved, and that nothing
+useful is known about others.
+"""
 _NO_GAIN = 5e-4
 """Fraction of a step below which more memory is said to gain nothing."""
 _MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"
@@ -32,6 +36,23 @@ def certificate_rows(plan: Plan, cluster: Cluster | None, n: Numbers) -> list[tu
     return rows
 
 
+def not_proved_words(plan: Plan) -> str:
+    """The first line of an answer whose plan has a gap above `NOT_PROVED`: that it is not proved, the
+    gap, and what to do. '' for others.
+    """
+    proof = plan.certificate
+    if proof.gap <= NOT_PROVED:
+        return ""
+    gap = gap_words(proof.gap)
+    if proof.gap > NOTHING_KNOWN:
+        known = (
+            f"no useful lower bound was found (gap {gap}), and a plan that is much faster may exist"
+        )
+    else:
+        known = f"another plan may take up to {gap} less"
+    return f"Not proved: {known}{pinned_words(plan)}; {advice_on_gap(plan)}."
+
+
 def pinned_words(plan: Plan) -> str:
     """A clause on the part of the search space that pins leave; '' without pins."""
     pins = plan.made_for.pins
@@ -46,6 +67,11 @@ def proof_words(plan: Plan) -> str:
     words = best + pinned_words(plan)
     if proof.objective_s <= (1 + PROVED) * proof.fastest_s:
         return words
+    if proof.tp_inside:
+        more = 100 * (proof.objective_s / proof.fastest_s - 1)
+        return (
+            f"the simplest with tensor parallelism inside nodes, {more:.2g} % above what is {words}"
+        )
     return f"the simplest within {percent(proof.tolerance)} of what is {words}"
 
 

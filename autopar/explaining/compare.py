@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
-from autopar.explaining.certificate import advice_on_gap
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.explaining.certificate import advice_on_gap, not_proved_words
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -114,9 +114,13 @@ def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[Entry |
     """An entry for each runner-up of the certificate of `best`, by the name of its family."""
     for entry in best.certificate.runners_up:
         if entry["time_s"] is None:
-            yield Impossible(entry["family"], "no plan that fits was found")
+            late = " in time" if entry.get("cut") else ""
+            yield Impossible(entry["family"], f"no plan that fits was found{late}")
         else:
-            yield Entry(entry["family"], plan_on(pins_of_entry(entry), cluster))
+            try:
+                yield Entry(entry["family"], plan_on(pins_of_entry(entry), cluster))
+            except NoPlanFits as error:
+                yield Impossible(entry["family"], str(error))
 
 
 def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
@@ -154,6 +158,7 @@ def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> lis
             "dollars_per_million_tokens": dollars_per_million_tokens(entry.plan, cluster),
             "plan": plan_data(entry.plan),
         }
+        | ({"not_proved": doubt} if (doubt := not_proved_words(entry.plan)) else {})
         if isinstance(entry, Entry)
         else {"name": entry.name, "reason": entry.reason, "note": ""}
         | dict.fromkeys(("ratio", "dollars_per_million_tokens", "plan"))
@@ -175,6 +180,8 @@ class CompareTable:
 
         planned = [entry for entry in self.entries if isinstance(entry, Entry)]
         best = planned[0].plan
+        if doubt := not_proved_words(best):
+            yield Text(doubt, style="yellow")
         yield Text(
             f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}",
             style="bold",
@@ -192,7 +199,7 @@ class CompareTable:
                 [(what, *values[first : first + at_once]) for what, values in rows],
                 right=tuple(range(1, at_once + 1)),
             )
-        if known := known_words(best):
+        if not doubt and (known := known_words(best)):
             yield Text(known, style="yellow")
         for entry in self.entries:
             if isinstance(entry, Impossible):

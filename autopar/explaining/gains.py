@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.text.numbers import Number, Numbers
 
@@ -56,19 +57,26 @@ def gain_words(n: Numbers, place: int) -> list[str | Number]:
 
 
 def gains(
-    plan: Plan, traced: TracedModel, request: PlanRequest, step_s: float | None = None
+    plan: Plan,
+    traced: TracedModel,
+    request: PlanRequest,
+    step_s: float | None = None,
+    deadline: Deadline | None = None,
 ) -> list[Gain]:
     """The changes of the software that save `LEAST` of the simulated step of a plan on GPUs, what
     takes least effort first. Each is alone, and the layout stays. `request` is what the plan was
-    made for. `step_s` is the replayed step time, if it is known. Raises AutoparError as `plan_costs`.
+    made for. `step_s` is the replayed step time, if it is known. From the
+    `deadline` on, no more changes are priced. Raises AutoparError as `plan_costs`.
     """
     from autopar.recheck.replay import replay  # torch, which the words do not need
 
-    if request.cluster.device_type != "cuda":
+    if request.cluster.device_type != "cuda" or (deadline is not None and deadline.is_over):
         return []
     before_s = step_s if step_s is not None else replay(plan, traced, request).replayed_s
     found = []
     for field, value, change in _possible(request):
+        if deadline is not None and deadline.is_over:
+            break
         software = replace(request.software, **{field: value})
         after_s = replay(plan, traced, replace(request, software=software)).replayed_s
         option = _OPTIONS.get(field, f"software=Software({field}={value!r}) in Python")

@@ -14,7 +14,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from autopar.explaining.assumptions import assumption_rows, assumptions
-from autopar.explaining.certificate import certificate_rows
+from autopar.explaining.certificate import certificate_rows, not_proved_words
 from autopar.explaining.gains import Gain, gain_words
 from autopar.explaining.run_lines import run_lines, run_words
 from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
@@ -86,7 +86,10 @@ def facts_data(
     found: dict[str, Any] = {"gains": [asdict(gain) for gain in gains]}
     if cluster is not None:
         found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
-    return plan_data(plan) | {"lints": [asdict(lint) for lint in findings], "report": found}
+    doubt = not_proved_words(plan)
+    first = {"not_proved": doubt} if doubt else {}
+    more = {"lints": [asdict(lint) for lint in findings], "report": found}
+    return first | plan_data(plan) | more
 
 
 def explain(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
@@ -112,8 +115,10 @@ def plan_table(
     verbose: bool = True,
     gains: Sequence[Gain] = (),
     command: str = "",
+    says_gap: bool = True,
 ) -> Group:
-    """The report on a plan as a rich renderable.
+    """The report on a plan as a rich renderable. Its first line says if the plan is not proved, unless
+    `says_gap` is False.
 
     `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
@@ -127,9 +132,9 @@ def plan_table(
 
     at = cluster or named_cluster(plan)
     n = Numbers(facts_data(plan, at, findings, gains))
-    parts: list[Any] = [
-        Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")
-    ]
+    doubt = not_proved_words(plan) if says_gap else ""
+    parts: list[Any] = [Text(doubt, style="yellow")] if doubt else []
+    parts.append(Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold"))
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
     parts += [_summary(plan, cluster, tokens), *([_ranks(plan, at)] if plan.devices else [])]
     parts += [_time(plan), _memory(plan), *_proved(plan, at, n)]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models import Device, Link
 
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.explaining.certificate import not_proved_words
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import mesh_words
@@ -386,7 +387,8 @@ def robust_data(found: Robustness) -> dict[str, Any]:
     the format of plan files. If `near` was not asked for, 'candidates' is [] and 'most_robust'
     None.
     """
-    return {
+    doubt = not_proved_words(found.chosen.plan)
+    return ({"not_proved": doubt} if doubt else {}) | {
         "off": found.off,
         "chosen": plan_data(found.chosen.plan),
         **_priced_data(found, found.chosen),
@@ -435,7 +437,9 @@ def robust_table(found: Robustness) -> Group:
 
     plan = found.chosen.plan
     rows = [_scenario_row(found, number) for number in range(len(found.scenarios))]
+    doubt = not_proved_words(plan)
     parts: list[Any] = [
+        *([Text(doubt, style="yellow")] if doubt else []),
         Text(
             f"{plan.model_name} on {plan.cluster_name}: predictions off by {percent(found.off)}",
             style="bold",

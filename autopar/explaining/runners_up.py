@@ -8,7 +8,7 @@ from typing import Any
 from autopar.explaining.cost_parts import breakdown_parts
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.simplicity import Simplicity, simplicity_of
+from autopar.ir.simplicity import INSIDE, Simplicity, simplicity_of
 from autopar.text.numbers import Numbers, Words
 from autopar.text.plan_words import TIME_WORDS, choice_words
 from autopar.text.units import PROVED, gap_words, ms, percent
@@ -29,7 +29,8 @@ def runner_up_rows(plan: Plan, n: Numbers) -> list[list[Words]]:
     for k, entry in enumerate(plan.certificate.runners_up):
         at = f"certificate.runners_up.{k}"
         if entry["time_s"] is None:
-            rows.append([entry["family"], "none fits", "-", "-", "-", ""])
+            none = "not in time" if entry.get("cut") else "none fits"
+            rows.append([entry["family"], none, "-", "-", "-", ""])
             continue
         longer = n.number(f"{at}.time_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
         rows.append([
@@ -79,11 +80,30 @@ def preference_words(plan: Plan) -> str:
         return ""
     within = f"within {percent(proof.tolerance)} of the {optimum_words(plan)}"
     faster = 1 - proof.fastest_s / plan.predicted.step_time_s
+    if proof.tp_inside:
+        return (
+            f"{simplicity_of_plan(plan)}: the simplest with tensor parallelism inside nodes; the {optimum_words(plan)} is "
+            f"{choice_words(proof.fastest)}, which crosses nodes: {ms(proof.fastest_s)}. {inside_words(plan)}"
+        )
     if faster <= PROVED:
         return f"{simplicity_of_plan(plan)}; nothing simpler was found {within}{_left_words(plan)}"
     return (
         f"{simplicity_of_plan(plan)}: the simplest {within}{_left_words(plan)}; the {optimum_words(plan)} is "
         f"{choice_words(proof.fastest)}: {ms(proof.fastest_s)}, {100 * faster:.2g} % less"
+    )
+
+
+def inside_words(plan: Plan) -> str:
+    """What it costs that tensor parallelism stays inside nodes, as a sentence; '' if it costs
+    nothing.
+    """
+    proof = plan.certificate
+    if not proof.tp_inside:
+        return ""
+    more = plan.predicted.step_time_s / proof.fastest_s - 1
+    return (
+        f"Tensor parallelism stays inside nodes, which costs {100 * more:.2g} % of a step (up to {percent(INSIDE)} is allowed; "
+        "a pin of tp or --tolerance 0 lifts this)"
     )
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.explaining.certificate import NOT_PROVED
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -131,12 +133,13 @@ class BreakEven:
 class Sweep:
     """The result of a sweep. `axes` are the fields of a point that have several values. `rows` are
     in the order of the points. `break_evens` are the changes of plan with the bandwidth between
-    nodes.
+    nodes. `is_cut`: the time was over before all of these were found.
     """
 
     axes: tuple[str, ...]
     rows: tuple[Row | Unplanned, ...]
     break_evens: tuple[BreakEven, ...]
+    is_cut: bool = False
 
     @property
     def planned(self) -> list[Row]:
@@ -190,12 +193,14 @@ def sweep(
     planning raises AutoparError becomes an `Unplanned` with the reason.
     """
 
-    def planned(point: Point) -> Row | Unplanned:
+    def planned(point: Point, is_probe: bool = False) -> Row | Unplanned:
         tell(f"planning for {point}")
         at = cluster_at(cluster, point)
         try:
             return Row(point, at, plan_at(at, point.seq, point.global_batch, {}))
         except AutoparError as error:
+            if is_probe:
+                _raise_if_cut(error)
             return Unplanned(point, at, str(error))
 
     def as_good(plan: Plan, row: Row) -> bool:
@@ -206,7 +211,8 @@ def sweep(
             return True
         try:
             there = plan_at(row.cluster, row.point.seq, row.point.global_batch, pins_of(plan))
-        except AutoparError:
+        except AutoparError as error:
+            _raise_if_cut(error)
             return False
         return there.predicted.step_time_s <= (1 + TIE) * row.plan.predicted.step_time_s
 
@@ -220,8 +226,21 @@ def sweep(
     for row in rows:
         if isinstance(row, Row) and row.point.inter_Bps is not None:
             alike.setdefault(replace(row.point, inter_Bps=None), []).append(row)
-    groups = (_break_evens(planned, as_good, group) for group in alike.values())
-    return Sweep(axes, rows, tuple(found for group in groups for found in group))
+    changes, is_cut = list[BreakEven](), False
+    for group in alike.values():
+        try:
+            # one after the other, so that those before the end of the time are kept
+            for change in _break_evens(partial(planned, is_probe=True), as_good, group):
+                changes.append(change)
+        except NoPlanFits:
+            is_cut = True
+    return Sweep(axes, rows, tuple(changes), is_cut)
+
+
+def _raise_if_cut(error: AutoparError) -> None:
+    """Raises `error` again if it says that the time was over."""
+    if isinstance(error, NoPlanFits) and error.is_cut:
+        raise error
 
 
 def _break_evens(
@@ -296,7 +315,9 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
         }
         for change in found.break_evens
     ]
-    return {"axes": list(found.axes), "rows": rows, "break_evens": changes}
+    doubt = doubt_words(found)
+    first = {"not_proved": doubt} if doubt else {}
+    return first | {"axes": list(found.axes), "rows": rows, "break_evens": changes}
 
 
 def _row_data(row: Row, found: Sweep) -> dict[str, Any]:
@@ -327,6 +348,7 @@ def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
 
     points = "1 point" if len(found.rows) == 1 else f"{len(found.rows)} points"
     title = Text(f"{model} on {cluster.name}: {points}", style="bold")
+    doubt = [Text(words, style="yellow") for words in (doubt_words(found),) if words]
     varied, price = found.axes or ("devices",), cluster.price_per_device_hour
     unit = "GPUh/M" if price is None else "$/M"
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
@@ -339,7 +361,17 @@ def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
         f"row's.  {unit}: {cost} for a million tokens.  *: on the Pareto front of step time, cost and memory.",
         *sweep_lines(found),
     ]
-    return Group(title, _point_table(found, varied, unit), *map(Text, lines))
+    return Group(*doubt, title, _point_table(found, varied, unit), *map(Text, lines))
+
+
+def doubt_words(found: Sweep) -> str:
+    """The first line of the answer if plans of some points are far from proved; '' otherwise."""
+    gaps = [row.plan.certificate.gap for row in found.planned]
+    open_ = [gap for gap in gaps if gap > NOT_PROVED]
+    if not open_:
+        return ""
+    points = f"the plans of {len(open_)} of {len(found.rows)} points"
+    return f"Not proved: {points}; others may take up to {gap_words(max(open_))} less; a higher --time-limit may prove or find more."
 
 
 def sweep_lines(found: Sweep) -> list[str]:
@@ -393,7 +425,9 @@ def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
     around = [plan for change in found.break_evens for plan in (change.above.plan, change.below)]
     if any(plan.certificate.gap > PROVEN for plan in around):
         yield "Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be."
-    if "inter_Bps" in found.axes and not found.break_evens and found.planned:
+    if found.is_cut:
+        yield "The time was over before all bandwidths were found at which the plan changes."
+    elif "inter_Bps" in found.axes and not found.break_evens and found.planned:
         yield f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best."
 
 

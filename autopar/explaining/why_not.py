@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.explaining.certificate import not_proved_words
 from autopar.explaining.cost_parts import memory_parts, time_parts
 from autopar.explaining.diff import diff
 from autopar.explaining.plan_report import plan_data
+from autopar.explaining.runners_up import inside_words
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
@@ -43,6 +45,7 @@ class WhyNot:
             None if it is unknown.
         capacity_bytes: if memory is the reason, bytes of a device's memory, of the kind that has least; otherwise 0.
         is_given: the chosen plan was given, so that others may be faster.
+        is_cut: the time was over before a plan under the choice was found, so that one may fit.
     """
 
     pin: dict[str, Any]
@@ -53,6 +56,7 @@ class WhyNot:
     least: Plan | None = None
     capacity_bytes: int = 0
     is_given: bool = False
+    is_cut: bool = False
 
     @property
     def same(self) -> bool:
@@ -77,8 +81,10 @@ class WhyNot:
     def verdict(self) -> str:
         """The answer in a few words. 'chosen' if the plan under the choice is the chosen one
         (`same`); otherwise 'faster', or 'slower' if it is not. Without a plan 'does not fit' if
-        none that fits was found, else 'impossible'.
+        none that fits was found, 'not found in time' if the time was over, else 'impossible'.
         """
+        if self.is_cut:
+            return "not found in time"
         if self.difference_s is None:
             return "does not fit" if self.capacity_bytes else "impossible"
         return "chosen" if self.same else "faster" if self.difference_s < 0 else "slower"
@@ -109,6 +115,8 @@ def why_not(
     try:
         return replace(answer, pinned=plan_on(pin, cluster))
     except NoPlanFits as error:
+        if error.is_cut:
+            return replace(answer, reason=str(error), is_cut=True)
         least = smallest_plan(plan_on, cluster, pin, error.least_bytes)
         return replace(
             answer,
@@ -125,7 +133,8 @@ def why_not_data(answer: WhyNot) -> dict[str, Any]:
     None where there is none. Times and memory by part are present if there is a plan under the
     pins.
     """
-    data = {
+    doubt = not_proved_words(answer.chosen)
+    data = ({"not_proved": doubt} if doubt else {}) | {
         "pin": answer.pin,
         "answer": answer.verdict,
         "reason": answer.reason,
@@ -163,9 +172,11 @@ def why_not_table(answer: WhyNot) -> Group:
     from rich.text import Text
 
     chosen, pinned = answer.chosen, answer.pinned
+    doubt = not_proved_words(chosen)
     title = f"{chosen.model_name} on {chosen.cluster_name}: why not {pin_text(answer.pin)}?"
     first, second, *others = why_not_lines(answer)
-    parts: list[Any] = [Text(title, style="bold"), Text(first)]
+    parts: list[Any] = [Text(doubt, style="yellow")] if doubt else []
+    parts += [Text(title, style="bold"), Text(first)]
     parts.append(Text(second, style="" if pinned is not None else "yellow"))
     parts += map(Text, others)
     if answer.least is not None:
@@ -228,6 +239,10 @@ def _forbidden(answer: WhyNot) -> Iterator[str]:
     known.
     """
     name = pin_text(answer.pin)
+    if answer.is_cut:
+        yield f"Whether {name} fits is not known: {answer.reason}."
+        yield _first_words(answer)
+        return
     if not answer.capacity_bytes:
         yield f"{name} is impossible: {answer.reason}."
         yield _first_words(answer)
@@ -273,9 +288,18 @@ def _difference_words(answer: WhyNot, pinned: Plan) -> str:
     text += f"  Less: {', '.join(less)}." if less else ""
     if total_s < 0 and answer.is_given:
         text += "  The saved plan is not the fastest."
+    elif total_s < 0 and answer.chosen.certificate.fastest:
+        text += f"  {_preferred_words(answer.chosen)}"
     elif total_s < 0:
         text += "  It is outside of what is searched without pins, or the search stopped early: see the certificate that explain prints."
     return text
+
+
+def _preferred_words(chosen: Plan) -> str:
+    """Why the chosen plan is not the fastest, as a sentence."""
+    if words := inside_words(chosen):
+        return f"{words}."
+    return f"The chosen plan is simpler, and within {percent(chosen.certificate.tolerance)} of the fastest."
 
 
 def _first_words(answer: WhyNot) -> str:

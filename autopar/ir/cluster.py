@@ -27,6 +27,7 @@ from autopar_cost_models import device as catalogue_device
 from autopar_cost_models.catalogue import ETHERNET, reason_against
 from autopar_cost_models.checks import finite, nearest
 from autopar_cost_models.memory_error import HEADROOM
+from autopar_cost_models.names import device_named, read_hardware
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
@@ -171,6 +172,8 @@ class ClusterSpec:
                 - `dgx-h100:8`: 8 nodes of a preset (1 without the number);
                 - `h100:4`: one node of 4 devices (1 without the number);
                 - `cpu:4`: 4 processes of one host;
+                - one of these as it is spelled elsewhere, if that names nothing else: `8xH100`,
+                  `NVIDIA A100-SXM4-80GB`, `p5.48xlarge:2`;
                 - several of these joined by `+`, over the slower of their networks;
                 - the path of a cluster file, which ends in .yaml or .yml.
 
@@ -190,13 +193,7 @@ class ClusterSpec:
         kind, colon, count_text = text.partition(":")
         kind = kind.lower()
         if kind not in NODES and kind not in DEVICES:
-            if reason := reason_against(kind):
-                raise AutoparError(
-                    f"cluster {shown(text)}: {reason}; autopar plans for PyTorch on CUDA, ROCm and CPUs"
-                )
-            raise AutoparError(
-                f"cluster {shown(text)}: unknown preset {shown(kind)}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})"
-            )
+            return _spelled_otherwise(text)
         if colon and not re.fullmatch(r"0*[1-9][0-9]{0,8}", count_text):
             unit = "nodes" if kind in NODES else "devices"
             raise AutoparError(
@@ -252,7 +249,9 @@ class ClusterSpec:
             for key in links:
                 if key not in _LINK_KEYS:
                     raise ValueError(f"unknown argument {shown(key)}; {nearest(key, list(_KEYS))}")
-            base = catalogue_device(device, fitted) if not isinstance(device, Device) else device
+            base = device
+            if not isinstance(base, Device):
+                base = catalogue_device(device_named(base), fitted)
             home = home_of(base.name)
             if memory_bytes is not None:
                 base = replace(base, memory_bytes=quantity("memory_bytes", memory_bytes))
@@ -478,6 +477,44 @@ def _from_data(what: str, data: dict) -> ClusterSpec:
     except (AutoparError, ValueError) as error:
         text = str(error)
         raise AutoparError(text if text.startswith(what) else f"{what}: {text}") from None
+
+
+def _spelled_otherwise(text: str) -> ClusterSpec:
+    """The cluster that a text names in other words than the catalogue's. Raises AutoparError with
+    texts that can be written instead.
+    """
+    read = read_hardware(text)
+    if read.name and read.count:
+        return ClusterSpec.parse(read.text).one_kind
+    if reason := reason_against(read.kind):
+        raise AutoparError(
+            f"cluster {shown(text)}: {reason}; autopar plans for PyTorch on CUDA, ROCm and CPUs"
+        )
+    if read.name:
+        raise AutoparError(
+            f"cluster {shown(text)}: the number of devices or nodes must be at least 1; e.g. {read.name}:8"
+        )
+    near = f"did you mean {' or '.join(read.suggestions)}?" if read.suggestions else _LISTED
+    raise AutoparError(
+        f"cluster {shown(text)}: unknown preset, or one of several; {near} ({_EXAMPLE})"
+    )
+
+
+_LISTED = "`autopar devices` and `autopar clusters` list the names"
+
+
+def reading_note(text: str) -> str:
+    """A note on what a text for a cluster is read as; '' if it is in the catalogue's words, or no
+    cluster.
+    """
+    notes = []
+    for part in text.split("+") if not text.lower().endswith((".yaml", ".yml")) else ():
+        kind = part.strip().partition(":")[0].lower()
+        if kind in NODES or kind in DEVICES:
+            continue
+        if (read := read_hardware(part)).name:
+            notes.append(f"cluster {shown(part.strip())} is taken as {read.text}")
+    return "; ".join(notes)
 
 
 def _one_node(kind: str, count: int) -> ClusterSpec:

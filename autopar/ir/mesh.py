@@ -135,6 +135,11 @@ class MeshShape:
         """Distance in ranks between neighbours along `axis`."""
         return prod(map(self.size, self.placed[self.placed.index(axis) + 1 :]))
 
+    def crosses_nodes(self, axis: str, per_node: int) -> bool:
+        """Whether ranks of one group along `axis` are on several nodes of `per_node` devices."""
+        span = self.size(axis) * self.stride(axis)
+        return self.size(axis) > 1 and self.num_devices > per_node and per_node % span != 0
+
     def sharing_dp(self, shard: int) -> int:
         """The number of ranks along the axis dp within one ZeRO group of `shard` data-parallel
         ranks. A group also contains all ranks of ep and cp. `shard=0` means one group of all.

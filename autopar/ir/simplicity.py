@@ -9,6 +9,11 @@ from autopar.ir.mesh import MeshShape
 ESTABLISHED = ("none", "1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """Pipeline schedules, the one that most frameworks run first."""
 
+INSIDE = 0.1
+"""The fraction by which a plan may take longer than the fastest, to keep tensor parallelism inside
+nodes.
+"""
+
 FREE_SHARE = 0.2
 """The fraction of a device's memory that a plan leaves free if it is not `crowded`."""
 

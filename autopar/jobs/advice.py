@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from autopar.errors import AutoparError
+from autopar.ir.deadline import Deadline
 from autopar.jobs.pricing import Setting
 from autopar.targets.job import Job, Layout
 from autopar.targets.target import NotExpressible, Target
@@ -71,12 +72,16 @@ def differences(target: Target, now: Job, then: Job) -> tuple[Difference, ...]:
     )
 
 
-def fitting_changes(setting: Setting, memory_bytes: int) -> tuple[Change, ...]:
+def fitting_changes(setting: Setting, memory_bytes: int, deadline: Deadline) -> tuple[Change, ...]:
     """The single changes with which the job fits into `memory_bytes` of a device, the fastest first.
-    Changes that the framework refuses or cannot say are left out.
+    Changes that the framework refuses or cannot say are left out, and those for which half of the
+    time until the deadline does not suffice.
     """
     found = list[Change]()
+    end_s = deadline.clock() + deadline.left_s / 2
     for layout, told in islice(_legal_changes(setting), MOST_CHANGES):
+        if deadline.clock() >= end_s:
+            break
         try:
             plan = setting.with_host(setting.plan_of(layout))
         except AutoparError:

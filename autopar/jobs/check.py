@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.jobs.advice import Change, Difference, differences, fitting_changes
 from autopar.jobs.pricing import Setting, setting_of
 from autopar.jobs.verdicts import held_refusals, no_price, withheld
+from autopar.planning.searches import Searches
 from autopar.predict.chances import fit_chance
 from autopar.predict.run import RunPrediction
 from autopar.request.arguments import parsed_cluster
@@ -118,12 +120,14 @@ def check_job(
         model: a MODEL text.  By default the model is that of the file.
         seq: tokens of a sequence.  By default those of the file.
         measured_s: measured seconds of a step, to compare with.
-        time_limit_s: seconds to search for a better plan.
+        time_limit_s: seconds for the whole answer.  Capturing the model and the price of the job's own layout cannot be cut short: what
+            follows has at least half of them.
         advise: whether to look for better plans and for changes that fit.
 
     Raises:
         AutoparError: the cluster is not known or has several kinds of devices.
     """
+    deadline = Deadline.after(time_limit_s)
     spec = parsed_cluster(cluster).one_kind
     target = target_of(job.framework)
     findings = [*job.findings, *_devices_findings(job, spec)]
@@ -147,7 +151,8 @@ def check_job(
     answer = _priced(answer, setting)
     if answer.withheld:
         return replace(answer, why_no_best=NO_VERDICT)
-    return _advised(answer, setting, time_limit_s) if advise else answer
+    deadline = deadline.captured(deadline.clock() - deadline.start_s)
+    return _advised(answer, setting, deadline) if advise else answer
 
 
 def _on_devices(job: Job, cluster: ClusterSpec) -> Job:
@@ -183,17 +188,18 @@ def _priced(answer: Answer, setting: Setting) -> Answer:
     return replace(answer, fits=peak <= answer.cluster.device.memory_bytes, chance=chance)
 
 
-def _advised(answer: Answer, setting: Setting, time_limit_s: float) -> Answer:
-    """The answer with the best plan within the framework, and single changes if the job does not fit.
+def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
+    """The answer with the best plan within the framework, and single changes if the job does not fit,
+    as far as the deadline allows.
     If no plan was found that is faster, the best one is the job's own layout.
     """
     target, job = setting.target, setting.job
     if answer.plan is not None and not answer.fits:
-        changes = fitting_changes(setting, answer.cluster.device.memory_bytes)
+        changes = fitting_changes(setting, answer.cluster.device.memory_bytes, deadline)
         answer = replace(answer, changes=changes)
     try:
         best = setting.with_host(
-            setting.best(target.restriction(job.shape, setting.seq), time_limit_s)
+            setting.best(target.restriction(job.shape, setting.seq), Searches(deadline).next_s())
         )
     except AutoparError as error:
         answer = replace(answer, why_no_best=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, shown
@@ -12,7 +13,8 @@ from .configs import CONFIGS, FAMILIES, NativeConfig
 from .diffusion import DiffusionSpec, DiTConfig, FluxConfig
 from .function import FunctionSpec
 from .hf import HFSpec
-from .published import ALIASES, PublishedModel, published_models
+from .names import model_named, near_models
+from .published import PublishedModel, published_models
 
 __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
@@ -41,7 +43,8 @@ def parse_model(text: str) -> ModelSpec:
 
     Raises AutoparError if the text has none of these forms, or what it names cannot be read:
 
-    - A named model: `llama3-8b`. `autopar models` lists them.
+    - A named model: `llama3-8b`. `autopar models` lists them. Other spellings of a name are
+      read too if they can mean no other model: `meta-llama/Meta-Llama-3-8B-Instruct`.
     - Dimensions: `gpt:layers=96,hidden=12288,heads=96,vocab=51200`. Families are gpt, llama and
       moe. Optional keys are ffn, seq, window, tied=true|false; for gpt positions=learned|alibi|none
       and parallel_block; for the others kv_heads, head_dim and window_every; for moe experts,
@@ -52,16 +55,16 @@ def parse_model(text: str) -> ModelSpec:
     if not isinstance(text, str):
         raise AutoparError(f"a model is named by a text such as 'llama3-8b', not by {shown(text)}")
     text = text.strip()
-    name = ALIASES.get(text.lower(), text.lower())
-    if (model := published_models().get(name)) is not None:
-        return _spec_of(model)
     head, colon, rest = text.partition(":")
+    is_form = head == "hf" or head in _KEYS or rest.isidentifier()  # `gpt2:xl` is a function
+    if not is_form and (name := model_named(text)) is not None:
+        return _spec_of(published_models()[name])
     if not colon:
         raise AutoparError(_unknown_name(text))
     if head in _KEYS:
         return NativeSpec.of(text, _parse_dimensions(head, rest))
     if head == "hf":
-        return HFSpec.of(rest)
+        return _of_folder(rest)
     if "=" in rest:
         near = difflib.get_close_matches(head, _KEYS, n=1, cutoff=0.3)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -83,8 +86,20 @@ def _spec_of(model: PublishedModel) -> ModelSpec:
     return NativeSpec.of(model.name, CONFIGS[model.name])
 
 
+def _of_folder(path: str) -> ModelSpec:
+    """The spec of the config.json at `path`. Raises AutoparError if there is no such path and a
+    named model is meant.
+    """
+    name = model_named(path)
+    if name is not None and not Path(path).expanduser().exists():
+        raise AutoparError(
+            f"hf:{path} is no file or folder here (nothing is downloaded); the model of that name is built in: {name}"
+        )
+    return HFSpec.of(path)
+
+
 def _unknown_name(text: str) -> str:
-    near = difflib.get_close_matches(text.lower(), [*published_models(), *ALIASES], n=3, cutoff=0.5)
+    near = near_models(text)
     known = f"did you mean {' or '.join(near)}?" if near else "`autopar models` lists the names."
     return (
         f"Unknown model '{text}': {known} Other forms are gpt:layers=..,hidden=..,heads=..,vocab=.. (also llama:, moe:), "

@@ -23,6 +23,7 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
             f"no plan that fits {devices} devices was found in {found.solve_time_s:.0f} s of search, nor a proof that there is none; "
             "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)",
             proven=False,
+            is_cut=True,
         )
     if found.smallest is None:
         return NoPlanFits(

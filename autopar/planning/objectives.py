@@ -40,6 +40,8 @@ _ROOM = 1.001
 """Memory with which the smallest plan is planned, relative to what it needs. CP-SAT rounds bytes up
 to its own units.
 """
+_LEANEST_TRIES = 12
+"""About how many searches find the least memory."""
 _NOTHING_PROVED = 0.9
 """The gap from which a bound is not worth printing."""
 _SAME = 1e-6
@@ -223,6 +225,13 @@ def choose(
     )
 
 
+def most_searches(goal: Goal, cluster: Cluster) -> int:
+    """About how many searches `choose` makes for a goal."""
+    if goal.objective == "time" or len(cluster.groups) > 1:
+        return 1
+    return _LEANEST_TRIES if goal.objective == "memory" else len(sizes_of(cluster))
+
+
 def sizes_of(cluster: Cluster) -> list[int]:
     """The numbers of devices to consider, ascending: powers of two that divide a node, and whole
     nodes. With more than `MOST_NODES` nodes, only powers of two and all nodes.
@@ -259,7 +268,8 @@ def _proof_words(plan: Plan) -> str:
     more = proof.objective_s / proof.fastest_s - 1
     if more <= PROVED:
         return f": the optimum of the space, to within {percent(PROVED)}"
-    return f", {percent(more)} more than the optimum of the space, which is less simple"
+    which = "whose tensor parallelism crosses nodes" if proof.tp_inside else "which is less simple"
+    return f", {percent(more)} more than the optimum of the space, {which}"
 
 
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:

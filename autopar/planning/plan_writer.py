@@ -212,6 +212,7 @@ def _certificate(
         runners_up=found.runners_up,
         headroom=max(group.headroom or 0.0 for group in request.cluster.groups),
         unlimited_s=found.unlimited_s,
+        tp_inside=found.tp_inside,
     )
 
 

@@ -14,6 +14,7 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.candidates import (
@@ -38,7 +39,7 @@ from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.simplest import Preference, with_plan
-from autopar.solve.search.workers import processes_for_search
+from autopar.solve.search.workers import patience_s, processes_for_search
 from autopar.trace.fusion.fused import fused
 
 _SEARCH_SHARE, _CHOSEN_SHARE = 0.85, 0.95
@@ -92,8 +93,10 @@ def find_best(
     def cell_of(candidate: Candidate) -> Hashable:
         return annotator.alike(setting_of(candidate, request))
 
+    start = time.perf_counter()
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
-    until = time.perf_counter() + _CHOSEN_SHARE * limits.time_s
+    until = start + _CHOSEN_SHARE * limits.time_s
+    limits_s = limits.time_s
     if request.compares_plans and (request.tolerance or request.runners_up):
         limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
     likely = common_layouts(candidates, spec.topology.devices_per_node)
@@ -108,6 +111,8 @@ def find_best(
         restager=Restager(annotate, spec.room_bytes, cell_of, found.cells),
         processes=limits.processes if found.solve_time_s > limits.alone_s else 1,
         tell=progress or (lambda line: None),
+        until=start + limits_s,
+        stuck_s=patience_s(limits_s),
     )
     return _preferred(request, found, rivals, until)
 
@@ -123,20 +128,25 @@ def _preferred(
     candidates, restager = rivals.candidates, rivals.restager
     memory_bytes = request.cluster.device.memory_bytes
     preference = Preference(
-        restager=restager, tolerance=request.tolerance, memory_bytes=memory_bytes, until=until
+        restager=restager,
+        tolerance=request.tolerance,
+        memory_bytes=memory_bytes,
+        until=until,
+        crosses=_crossing(request),
     )
     found = preference.chosen(found, rivals.groups, candidates)
     if not request.runners_up or found.best is None:
         return found
     others = rivals.runners_up(found)
     better = others[0].staged if others else None
-    if better is not None and (1 + request.tolerance) * better.time_s < found.best[1].time_s:
+    held_s = found.fastest_s if found.tp_inside else found.best[1].time_s
+    if better is not None and (1 + request.tolerance) * better.time_s < held_s:
         faster = with_plan(found, candidates, better, "the best of its family")
         return _preferred(request, replace(faster, fastest=None), rivals, until)
     chosen, first = found.best, found.fastest or found.best
     if better is not None and found.status != "optimal" and better.time_s < first[1].time_s:
         found = replace(found, fastest=others[0].plan)
-    simpler = simpler_of(others, found, request.tolerance)
+    simpler = simpler_of(others, found, request.tolerance, preference.crosses)
     if simpler is not None:
         chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or chosen
         found = with_plan(found, candidates, simpler, "the simplest")
@@ -147,8 +157,19 @@ def _preferred(
     return replace(
         found,
         runners_up=tuple(map(runner_up_data, others)),
-        unlimited_s=same_layout_s(whole, rivals.groups, candidates, chosen),
+        unlimited_s=same_layout_s(whole, rivals.groups, candidates, chosen, rivals.until),
     )
+
+
+def _crossing(request: PlanRequest) -> Callable[[MeshShape], bool]:
+    """Whether tensor parallelism of a mesh crosses nodes, as a function; False for all meshes if the
+    user pinned its degree, or asked for what is best whatever it is.
+    """
+    per_node = request.cluster.one_kind.topology.devices_per_node
+    pinned = (request.pin if request.asked is None else request.asked).tp is not None
+    if pinned or not request.keeps_tp_inside:
+        return lambda mesh: False
+    return lambda mesh: mesh.crosses_nodes("tp", per_node)
 
 
 @seldom_collected()

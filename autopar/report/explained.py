@@ -11,6 +11,7 @@ from autopar.explaining.gains import gains
 from autopar.explaining.lints import lint
 from autopar.explaining.plan_report import BlockCounts
 from autopar.ir.cluster import Cluster
+from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_planned
@@ -92,9 +93,11 @@ def full_report(
     counts: BlockCounts | None = None,
     command: str = "",
     is_drawn: bool = True,
+    deadline: Deadline | None = None,
 ) -> Report:
     """The report on a plan, with its timeline and the graph of a block if it `is_drawn`. `request` is
     what the plan was made for, as in `plan_costs`; `command` is the command line that makes it.
+    Other software is priced until the `deadline`.
     Raises AutoparError if the plan is for another model or cluster.
     """
     from autopar import api
@@ -110,7 +113,7 @@ def full_report(
         counts=counts if counts is not None else block_collectives(planned, plan),
         graph=block_graph(plan, traced, request) if is_drawn else None,
         command=command,
-        gains=gains(plan, traced, request, timeline.step_s if timeline else None),
+        gains=gains(plan, traced, request, timeline.step_s if timeline else None, deadline),
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION
 
+from autopar.explaining.certificate import not_proved_words
 from autopar.explaining.compare import Entry, Impossible, compare_data, first_name, known_words
-from autopar.explaining.sweep import Row, Sweep, sweep_data, sweep_lines
+from autopar.explaining.sweep import Row, Sweep, doubt_words, sweep_data, sweep_lines
 from autopar.explaining.why_not import WhyNot, why_not_data, why_not_lines
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -45,12 +46,14 @@ def compare_page(entries: Sequence[Entry | Impossible], cluster: Cluster) -> Pag
         *_MERITS,
         *(["$ per million tokens"] * priced),
     )
+    doubt = not_proved_words(best)
     lead: list[str | Number] = [
+        f"{doubt} " * bool(doubt),
         f"{first_name(best).capitalize()}: {layout_words(best)}. A step takes ",
         n.ms(f"{first}.plan.predicted.step_time_s"),
         ". Bars are steps by part.",
     ]
-    care = [words for words in (known_words(best),) if words]
+    care = [words for words in (known_words(best),) if words and not doubt]
     care += [
         f"{entry.name} is not possible: {entry.reason}."
         if isinstance(entry, Impossible)
@@ -71,7 +74,8 @@ def why_not_page(answer: WhyNot) -> Page:
     if answer.pinned is not None and not answer.same:
         plans["pinned"] = answer.pinned
     bars = [_bar(f"{name}: {layout_words(plan)}", plan, n, name) for name, plan in plans.items()]
-    lead = " ".join(why_not_lines(answer))
+    doubt = not_proved_words(chosen)
+    lead = " ".join([*([doubt] if doubt else []), *why_not_lines(answer)])
     tables = _beside(n) if len(plans) == 2 else ()
     sections = [Section("answer", "Answer", lead, bars_figure(bars), tuple(tables))]
     if answer.least is not None:
@@ -99,7 +103,11 @@ def sweep_page(found: Sweep, model: str, cluster: Cluster) -> Page:
         rows.append([str(row.point), short_words(row.plan), *merits, *per_device, dear, best])
     heads = ("point", "plan", *_MERITS, "tokens/s a device", "of the first", unit, "Pareto-optimal")
     figure = pareto_figure(f"Step time and {unit}", spots, "step time") if spots else None
-    lead = f"Each point is a plan: its step time to the right, {unit} upwards. No plan beats those on the line in both."
+    doubt = doubt_words(found)
+    lead = (
+        f"{doubt} " * bool(doubt)
+        + f"Each point is a plan: its step time to the right, {unit} upwards. No plan beats those on the line in both."
+    )
     table = Table(heads, rows, tuple(range(2, len(heads) - 1)))
     points = Section("points", "Points", lead, figure, (table,), items=sweep_lines(found))
     title = f"{model} on {cluster.name}"

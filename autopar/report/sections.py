@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.explaining.assumptions import ASSUMPTION_COLUMNS, assumption_rows
-from autopar.explaining.certificate import advice_on_gap, proof_words
+from autopar.explaining.certificate import advice_on_gap, not_proved_words, proof_words
 from autopar.explaining.gains import gain_words
 from autopar.explaining.plan_report import choice_rows
 from autopar.explaining.run_lines import run_lines, run_words
@@ -53,7 +53,9 @@ def verdict(parts: PageParts) -> Section:
     """The plan in a sentence, what is proved, and how far such predictions were off."""
     n, plan = parts.numbers, parts.plan
     gap = n.number("certificate.gap", gap_words)
-    lead: list[str | Number] = [
+    doubt = not_proved_words(plan)
+    lead: list[str | Number] = [f"{doubt} "] if doubt else []
+    lead += [
         f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
         n.ms("predicted.step_time_s"), ", ", n.count("predicted.tokens_per_s"),
         f" {plan.made_for.rows} a second, at ", n.percent("predicted.mfu"), " of the devices' peak rate. ",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from autopar_cost_models import Device
 from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
@@ -29,7 +30,8 @@ class PlanRequest:
     the fastest if it is simpler. `runners_up`: the certificate gets the best plan of each family of
     layouts. The memory that a plan leaves free is that of the cluster (`headroom`). `restriction`:
     what another framework can run, or None. `asked`: the user's pins, if `pin` has those of the
-    restriction too.
+    restriction too. `keeps_tp_inside`: with a tolerance, tensor parallelism inside nodes is
+    preferred (`ir/simplicity.py`).
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible.
     """
@@ -47,6 +49,7 @@ class PlanRequest:
     runners_up: bool = False
     restriction: Restriction | None = None
     asked: Pins | None = None
+    keeps_tp_inside: bool = True
 
     def __post_init__(self) -> None:
         if not is_whole(self.global_batch):
@@ -68,6 +71,7 @@ class PlanRequest:
                 f"tolerance={shown(self.tolerance)} must be a fraction from 0 to less than 1, such as 0.02"
             )
         for group in self.cluster.groups:
+            _check_dtype(group.device, self.precision)
             self.software.check(group.device, self.precision)
 
     def within(self, restriction: Restriction) -> PlanRequest:
@@ -87,6 +91,20 @@ class PlanRequest:
         of several kinds, nor with pinned stages.
         """
         return not self.is_mixed and self.pin.stages is None
+
+
+def _check_dtype(device: Device, precision: str) -> None:
+    """Raises AutoparError if the device does not compute in `precision`."""
+    if precision in device.flops:
+        return
+    others = [name for name in PRECISIONS if name in device.flops]
+    if not others:
+        raise AutoparError(f"device {device.name} has a rate of none of {', '.join(PRECISIONS)}")
+    best = next((name for name in ("bf16", "fp16") if name in others), others[0])
+    raise AutoparError(
+        f"device {device.name} does not compute in {precision}; it has {', '.join(others)}: ask for precision {best} "
+        f"(--precision {best})"
+    )
 
 
 def choose_precision(cluster: Cluster) -> str:

@@ -204,15 +204,15 @@ class Software:
 
     def check(self, device: Device, precision: str) -> None:
         """Raise AutoparError if this software does not support the device or the precision."""
+        if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
+            raise AutoparError(
+                f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}"
+            )
         for name in ("matmul_dtype", "state_recipe"):
             if getattr(self, name) is not None and precision != "bf16":
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} needs precision bf16; this is {precision}"
                 )
-        if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
-            raise AutoparError(
-                f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}"
-            )
         measured = sorted(
             kernel for generation, kernel in FLASH_RATES if generation == device.generation
         )

@@ -57,7 +57,7 @@ def test_parse(text, device, nodes, per_node):
     [
         ("dgx-h10:8", "did you mean dgx-h100"),
         ("a100:8", "a100-40g"),
-        ("quantum:8", "known: .*dgx-h100"),
+        ("quantum:8", "`autopar devices` .*dgx-h100"),
         ("dgx-h100:0", "number of nodes is '0' .* whole number >= 1"),
         ("dgx-h100:-1", "number of nodes is '-1'"),
         ("dgx-h100:2.5", "number of nodes is '2.5'"),

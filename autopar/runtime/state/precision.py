@@ -52,8 +52,8 @@ def main_dtype(model: nn.Module) -> torch.dtype:
     return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=torch.float32)
 
 
-def default_precision(model: nn.Module, device_type: str) -> str:
-    """The default precision of a model: its own, but bf16 for an fp32 model on GPUs.
+def default_precision(model: nn.Module, of_fp32: str) -> str:
+    """The default precision of a model: its own, but `of_fp32` for an fp32 model.
 
     Raises AutoparError for a dtype that the engine does not support.
     """
@@ -63,7 +63,7 @@ def default_precision(model: nn.Module, device_type: str) -> str:
             f"most parameters of {type(model).__name__} are {_short(main)}, which the engine does not compute in: pass "
             f"precision= {', '.join(PRECISIONS)}, to which they are then cast"
         )
-    return "bf16" if main == torch.float32 and device_type != "cpu" else NAMES[main]
+    return of_fp32 if main == torch.float32 else NAMES[main]
 
 
 def precision_note(

@@ -52,7 +52,7 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.search_state import SearchState
 from autopar.solve.search.uniform_solver import ALONE, UniformSolver
 from autopar.solve.search.work_sharing import Sharing
-from autopar.solve.search.workers import Team
+from autopar.solve.search.workers import Team, patience_s
 
 _TURNS = 6
 """Number of bounds that are raised before the next candidate is solved, since a plan prunes others.
@@ -158,7 +158,9 @@ def driver_of(
         kinds=kind_numbers,
         names=tuple(cells),
     )
-    sharing = Sharing(state=state, team=Team(progress), cells=cell_numbers)
+    sharing = Sharing(
+        state=state, team=Team(progress, stuck_s=patience_s(limits.time_s)), cells=cell_numbers
+    )
     first: list[int] = []
     if len(cells) > _MANY_CELLS:
         entry_of = {one: number for number, group in enumerate(members) for one in group}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
+from autopar.ir.mesh import MeshShape
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
@@ -22,6 +23,7 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.simplest import candidate_simplicity, fastest
 from autopar.solve.search.workers import Team
 
+_ALONE_S = 60.0  # for which helpers are waited for without a deadline
 SKETCHED, STAGED = 12, 2
 """Numbers of candidates of a family that are sketched, and that are solved."""
 
@@ -57,7 +59,8 @@ def family_of(candidate: Candidate) -> str:
 @dataclass(frozen=True, slots=True)
 class FamilyBest:
     """The best plan that was found of a family (None without one), of how many `candidates`, and
-    how many of them were `solved`.
+    how many of them were `solved`. `cut`: the time was over before all that were promising were
+    looked at.
     """
 
     family: str
@@ -65,6 +68,7 @@ class FamilyBest:
     solved: int
     plan: tuple[Candidate, Solution] | None
     staged: Restaged | None  # None too if the search itself found the plan
+    cut: bool = False
 
     @property
     def time_s(self) -> float:
@@ -77,7 +81,8 @@ class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
     that are solved together. `glances_s` has the first bound of each candidate in seconds, `likely`
     the indices of those that recipes use. At most `processes` work at once; `tell` is called with a
-    line of text if one cannot be started.
+    line of text if one cannot be started. From `until` on, by `time.perf_counter()`, no more plans
+    are looked at; helpers have `stuck_s` seconds more.
     """
 
     groups: Sequence[Sequence[int]]
@@ -87,6 +92,8 @@ class Rivals:
     restager: Restager
     processes: int
     tell: Callable[[str], None]
+    until: float = inf
+    stuck_s: float = 60.0
     known: dict[str, FamilyBest] = field(default_factory=dict)
 
     def runners_up(self, searched: SearchResult) -> list[FamilyBest]:
@@ -110,16 +117,17 @@ class Rivals:
         """Finds the best plans of `families`, several at once in helper processes. Results of one
         that dies are left out.
         """
-        team, waiting = Team(self.tell), list(families)
+        team, waiting = Team(self.tell, stuck_s=self.stuck_s), list(families)
         try:
             while waiting:
-                if len(waiting) > 1 and len(team.helpers) < self.processes - 1:
+                is_late = time.perf_counter() >= self.until
+                if not is_late and len(waiting) > 1 and len(team.helpers) < self.processes - 1:
                     family = waiting.pop()
                     team.call(FAMILIES.index(family), lambda *_, own=family: self._best(own))
                 else:
                     self._best(waiting.pop(0))
                 self._hear(team, None)
-            self._hear(team, time.perf_counter())
+            self._hear(team, min(self.until, time.perf_counter() + _ALONE_S))
         finally:
             team.dismiss()
 
@@ -133,9 +141,14 @@ class Rivals:
         """The best plan that was found of a family."""
         if family not in self.known:
             common, others = self._parts(family)
-            best, solved = _best_of(self.restager, common, others)
+            count = len(common) + len(others)
+            if time.perf_counter() >= self.until:
+                self.known[family] = FamilyBest(family, count, 0, None, None, cut=True)
+                return self.known[family]
+            best, solved = _best_of(self.restager, self.until, common, others)
             plan = None if best is None else (best.candidate, best.staged.solution)
-            self.known[family] = FamilyBest(family, len(common) + len(others), solved, plan, best)
+            is_cut = time.perf_counter() >= self.until
+            self.known[family] = FamilyBest(family, count, solved, plan, best, is_cut)
         return self.known[family]
 
     def _parts(self, family: str) -> tuple[list[Part], list[Part]]:
@@ -155,16 +168,22 @@ class Rivals:
 
 
 def simpler_of(
-    others: Sequence[FamilyBest], searched: SearchResult, tolerance: float
+    others: Sequence[FamilyBest],
+    searched: SearchResult,
+    tolerance: float,
+    crosses: Callable[[MeshShape], bool] = lambda mesh: False,
 ) -> Restaged | None:
     """The simplest of the plans of other families that take at most the fraction `tolerance` more
     than the fastest plan found, if it is simpler than the chosen plan. A search that ended by its
-    time limit may have left one.
+    time limit may have left one. A plan whose mesh `crosses` does not replace one whose mesh does
+    not.
     """
     if searched.best is None or not tolerance:
         return None
     limit_s = (1 + tolerance) * (searched.fastest or searched.best)[1].time_s
     near = [one.staged for one in others if one.staged is not None and one.time_s <= limit_s]
+    if not crosses(searched.best[0].mesh):
+        near = [one for one in near if not crosses(one.candidate.mesh)]
     ranked = sorted(
         (candidate_simplicity(one.candidate), one.time_s, k) for k, one in enumerate(near)
     )
@@ -177,11 +196,15 @@ def same_layout_s(
     groups: Sequence[Sequence[int]],
     candidates: Sequence[Candidate],
     chosen: tuple[Candidate, Solution],
-) -> float:
+    until: float = inf,
+) -> float | None:
     """Step seconds of the fastest plan found in the restager's memory with the mesh and schedule of
     `chosen`; those of `chosen` if none is faster. Micro-batch, ZeRO stage and recompute modes are
-    free. `groups` are indices of `candidates` that are solved together.
+    free. `groups` are indices of `candidates` that are solved together. None if that was not known
+    by `until`, by `time.perf_counter()`.
     """
+    if time.perf_counter() >= until:
+        return None
     candidate, solution = chosen
     (own,) = parts_of([candidate]).schedules
     parts = []
@@ -190,25 +213,31 @@ def same_layout_s(
         alike = [one for one in alike if (one.mesh, one.shard) == (candidate.mesh, candidate.shard)]
         if alike and own in (part := parts_of(alike)).schedules:
             parts.append(replace(part, schedules=(own,)))
-    best, _ = fastest(restager, parts, solution.time_s)
-    return solution.time_s if best is None else best.time_s
+    best, _ = fastest(restager, parts, solution.time_s, until)
+    if best is None:
+        return None if time.perf_counter() >= until else solution.time_s
+    return best.time_s
 
 
-def _best_of(restager: Restager, *several: Sequence[Part]) -> tuple[Restaged | None, int]:
-    """(the fastest plan that was found in the most promising parts of `several` lists, or None; how
-    many were solved).
+def _best_of(
+    restager: Restager, until: float, *several: Sequence[Part]
+) -> tuple[Restaged | None, int]:
+    """(the fastest plan that was found by `until` in the most promising parts of `several` lists, or
+    None; how many were solved).
     """
     promising = [
         (likely_s, place, parts[number])
         for place, parts in enumerate(several)
-        for likely_s, number in _promising(restager, parts)
+        for likely_s, number in _promising(restager, parts, until)
     ]
     promising.sort(key=lambda turn: turn[:2])
-    best, _ = fastest(restager, [part for *_, part in promising[:STAGED]], inf)
+    best, _ = fastest(restager, [part for *_, part in promising[:STAGED]], inf, until)
     return best, len(promising[:STAGED])
 
 
-def _promising(restager: Restager, parts: Sequence[Part]) -> Iterator[tuple[float, int]]:
+def _promising(
+    restager: Restager, parts: Sequence[Part], until: float
+) -> Iterator[tuple[float, int]]:
     """(estimated seconds, index) of the first parts whose parameters fit, at most `SKETCHED`. If a
     micro-batch does not fit, larger ones of parts that hold the same are left out.
     """
@@ -223,6 +252,8 @@ def _promising(restager: Restager, parts: Sequence[Part]) -> Iterator[tuple[floa
     for number, kind in enumerate(kinds):
         if kind not in too_much:
             too_much[kind] = 0 if restager.likely_s(parts[smallest[kind]]) == inf else inf
+        if time.perf_counter() >= until:
+            return
         if sizes[number] >= too_much[kind]:
             continue
         likely_s = restager.likely_s(parts[number])
@@ -237,14 +268,15 @@ def _promising(restager: Restager, parts: Sequence[Part]) -> Iterator[tuple[floa
 
 def runner_up_data(best: FamilyBest) -> dict[str, Any]:
     """A runner-up as a dict for JSON: the family, the number of its `candidates` and of those that
-    were `solved`, and choices, `time_s`, `memory_bytes` and `breakdown` of its best plan. These are
-    None if no plan was found.
+    were `solved`, and whether it is `cut`. Then choices, `time_s`, `memory_bytes` and `breakdown` of
+    its best plan. These are None if no plan was found.
     """
     c, solution = best.plan or (None, None)
     return {
         "family": best.family,
         "candidates": best.candidates,
         "solved": best.solved,
+        "cut": best.cut,
         "mesh": c and c.mesh.as_dict(),
         "micro_batch": c and c.micro_batch,
         "num_microbatches": c and c.num_microbatches,

@@ -47,7 +47,7 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.search_state import SearchState
 from autopar.solve.search.staged_placement import staged_placement
 from autopar.solve.search.work_sharing import Sharing
-from autopar.solve.search.workers import Team
+from autopar.solve.search.workers import Team, patience_s
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
 from autopar.solve.staging.row_of_costs import row_of_placement
 
@@ -104,7 +104,9 @@ def search_groups(
     return Driver(
         state=state,
         refiner=refiner,
-        sharing=Sharing(state=state, team=Team(state.progress), cells=numbers),
+        sharing=Sharing(
+            state=state, team=Team(state.progress, stuck_s=patience_s(state.limits.time_s)), cells=numbers
+        ),
         members=[[number] for number in numbers],
         order=numbers,
     ).run()

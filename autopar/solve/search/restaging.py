@@ -4,6 +4,7 @@ requests give equal plans.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -83,12 +84,14 @@ class Restager:
         )
 
     def solved(
-        self, part: Part, solver: UniformSolver, upper_bound_s: float
+        self, part: Part, solver: UniformSolver, upper_bound_s: float, until: float = inf
     ) -> tuple[Restaged | None, float]:
         """(a plan of `part` that takes less than `upper_bound_s`, or None; a lower bound in seconds
-        on all its plans). `solver` is that of the part, with raised bounds.
+        on all its plans). `solver` is that of the part, with raised bounds. `until` is the time by
+        `time.perf_counter()` from which no more placements are staged once there is a plan.
         """
-        staged, bound_s = solver.solve(upper_bound_s, _LIMIT_S)
+        limit_s = min(_LIMIT_S, max(until - time.perf_counter(), 0.0))
+        staged, bound_s = solver.solve(upper_bound_s, limit_s)
         found = None if staged is None else Restaged(chosen_of(part.group, staged), staged)
         return found, bound_s
 

@@ -46,6 +46,8 @@ class SearchResult:
         AnnotatedModel, ...
     ] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
     fastest: tuple[Candidate, Solution] | None = None  # if `best` is a simpler one (`simplest.py`)
+    # whether `best` is slower than `fastest` to keep tensor parallelism inside nodes
+    tp_inside: bool = False
     simpler_left: tuple[Simplicity, ...] = ()  # simpler kinds of candidates without plan and proof
     glances_s: tuple[float, ...] = ()  # for each candidate, its first bound; infinite without one
     cells: dict[Hashable, Cell] = field(default_factory=dict, repr=False, compare=False)

@@ -9,14 +9,15 @@ one that leaves memory free. Classes after that are not looked at.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf
 
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import OUT_OF_TIME
-from autopar.ir.simplicity import FREE_SHARE, Simplicity, simplicity_of
+from autopar.ir.simplicity import FREE_SHARE, INSIDE, Simplicity, simplicity_of
 from autopar.solve.costs.candidate import MIXED, Candidate
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
@@ -27,6 +28,8 @@ _SAME, _AS_FAST = 1e-6, 1e-3
 makes equal requests give equal plans where several processes find equally fast ones. The second
 applies to searches that ended with a gap.
 """
+
+_KEPT = "the fastest with tensor parallelism inside nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,16 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
     """Chooses the simplest plan within the fraction `tolerance` of the fastest. `memory_bytes` is
-    the whole memory of a device (None: unlimited), of which the restager may take a part. After a
-    search that proved no optimum, no more plans are looked at from `until` on, by
-    `time.perf_counter()`.
+    the whole memory of a device (None: unlimited), of which the restager may take a part. No more
+    plans are looked at from `until` on, by `time.perf_counter()`. `crosses(mesh)` says whether
+    tensor parallelism is between nodes, and should not be.
     """
 
     restager: Restager
     tolerance: float
     memory_bytes: int | None
     until: float = inf
+    crosses: Callable[[MeshShape], bool] = lambda mesh: False
 
     def chosen(
         self,
@@ -62,11 +66,56 @@ class Preference:
         groups: Sequence[Sequence[int]],
         candidates: Sequence[Candidate],
     ) -> SearchResult:
-        """The result of a search with the simplest plan in the place of the fastest. Unchanged if
+        """The result of a search with the preferred plan in the place of the fastest. Unchanged if
         there is no plan. `groups` are indices of `candidates` that are solved together.
+
+        The preferred plan is the simplest within the tolerance. If its tensor parallelism crosses
+        nodes, it is the simplest of those that do not, if one of them is within `INSIDE`.
         """
         if found.best is None or self.tolerance <= 0:
             return found
+        simplest = self._simplest(found, groups, candidates)
+        if simplest.best is None or not self.crosses(simplest.best[0].mesh):
+            return simplest
+        return self._inside(found, groups, candidates) or simplest
+
+    def _inside(
+        self,
+        found: SearchResult,
+        groups: Sequence[Sequence[int]],
+        candidates: Sequence[Candidate],
+    ) -> SearchResult | None:
+        """The result with the simplest plan whose tensor parallelism stays inside nodes, as for
+        `chosen`. None if no such plan was found within `INSIDE` of the fastest.
+        """
+        assert found.best is not None
+        limit_s = (1 + INSIDE) * found.best[1].time_s
+        inner = [group for group in groups if not self.crosses(candidates[group[0]].mesh)]
+        near = [
+            (bound_s, parts_of([candidates[number] for number in group]))
+            for group in _as_simple(inner, candidates)
+            if 0 < (bound_s := _least_s(found, group)) < limit_s
+        ]
+        near.sort(key=lambda turn: turn[0])
+        best, _ = fastest(self.restager, [part for _, part in near], limit_s, self.until)
+        if best is None:
+            return None
+        inside = replace(with_plan(found, candidates, best, _KEPT), fastest=None)
+        simplest = self._simplest(inside, inner, candidates)
+        if simplest.best is None or simplest.best[1].time_s > limit_s:
+            simplest = inside
+        return replace(simplest, fastest=found.best, tp_inside=True)
+
+    def _simplest(
+        self,
+        found: SearchResult,
+        groups: Sequence[Sequence[int]],
+        candidates: Sequence[Candidate],
+    ) -> SearchResult:
+        """The result with the simplest plan within the tolerance of the plan that it has; arguments
+        as for `chosen`.
+        """
+        assert found.best is not None
         proved = found.status == "optimal"
         candidate, solution = found.best
         own = candidate_simplicity(candidate, self._is_crowded(solution.memory_bytes))
@@ -86,14 +135,14 @@ class Preference:
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
             open_ = []
             for offer in alike:
-                if not proved and time.perf_counter() >= self.until:
+                if time.perf_counter() >= self.until:
                     left.add(simplicity)
                 elif self._bound_s(offer, limit_s, bounds_s) < limit_s:
                     open_.append(offer)
             is_own = simplicity == bare
             within_s = (1 + (self._share(found) if is_own else self.tolerance)) * solution.time_s
             parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
-            best, unsettled = fastest(self.restager, parts, within_s)
+            best, unsettled = fastest(self.restager, parts, within_s, self.until)
             if is_own:
                 best, unsettled = best if _is_better(best, found) else None, 0
             held = solution if is_own and best is None else best
@@ -136,27 +185,35 @@ class Preference:
         if self.memory_bytes is None:
             return None
         room = int((1 - FREE_SHARE) * self.memory_bytes)
-        best, _ = fastest(replace(self.restager, capacity_bytes=room), parts, limit_s)
+        roomier = replace(self.restager, capacity_bytes=room)
+        best, _ = fastest(roomier, parts, limit_s, self.until)
         return best
 
 
 def fastest(
-    restager: Restager, parts: Sequence[Part], upper_bound_s: float
+    restager: Restager, parts: Sequence[Part], upper_bound_s: float, until: float = inf
 ) -> tuple[Restaged | None, int]:
     """(the fastest plan found in `parts` that takes less than `upper_bound_s`, or None; the number
-    of parts without a plan whose bound does not rule one out). Lower bounds come first.
+    of parts without a plan whose bound does not rule one out). Lower bounds come first. From
+    `until` on, by `time.perf_counter()`, no more parts are looked at.
     """
-    waiting = []
+    waiting, late = [], 0
     for number, part in enumerate(parts):
+        if time.perf_counter() >= until:
+            late = len(parts) - number
+            break
         solver = restager.solver(part)
         bound_s, _ = solver.raise_bounds(upper_bound_s)
         if bound_s < upper_bound_s:
             waiting.append((bound_s, number, solver))
-    best, unsettled = None, 0
+    best, unsettled = None, late
     for bound_s, number, solver in sorted(waiting, key=lambda turn: turn[:2]):
         if bound_s >= upper_bound_s:
             break
-        found, bound_s = restager.solved(parts[number], solver, upper_bound_s)
+        if time.perf_counter() >= until:
+            unsettled += 1
+            continue
+        found, bound_s = restager.solved(parts[number], solver, upper_bound_s, until)
         unsettled += found is None and bound_s < upper_bound_s
         if found is not None:
             best, upper_bound_s = found, found.time_s

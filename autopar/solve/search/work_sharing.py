@@ -156,7 +156,12 @@ class Sharing:
         stay as they are. `tell` becomes the way to report progress.
         """
         self.state.others_s, self.state.best = self.state.held_s, None
-        self.state.progress, self.team, self.told, self.lent = tell, Team(tell), [], {}
+        self.state.progress, self.team, self.told, self.lent = (
+            tell,
+            Team(tell, stuck_s=self.team.stuck_s),
+            [],
+            {},
+        )
 
     def begin_loan(self, loan: Loan) -> None:
         """Makes the loan the only work of this process: its queue, and its families if it has

@@ -25,8 +25,10 @@ best opened by one process.
 
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
-_STUCK_S = 60.0
-"""Seconds after the end of the time limit after which a helper without an answer is given up."""
+_STUCK_S, _STUCK_SHARE, _STUCK_LEAST_S = 60.0, 0.1, 1.0
+"""Helpers have this share of the time limit after its end: at most so many seconds (the first), and
+at least the third.
+"""
 
 
 def processes_for_search() -> int:
@@ -41,6 +43,11 @@ def processes_for_search() -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if can_fork else 1
 
 
+def patience_s(limit_s: float) -> float:
+    """Seconds after the end of a time limit for which helpers are waited for."""
+    return min(max(_STUCK_SHARE * limit_s, _STUCK_LEAST_S), _STUCK_S)
+
+
 @dataclass(slots=True)
 class _Helper:
     number: int
@@ -50,10 +57,13 @@ class _Helper:
 
 @dataclass(slots=True)
 class Team:
-    """The helper processes of one process. `progress` is called with their progress messages."""
+    """The helper processes of one process. `progress` is called with their progress messages.
+    `stuck_s` is as for `results`.
+    """
 
     progress: Callable[[str], None]
     helpers: list[_Helper] = field(default_factory=list)
+    stuck_s: float = _STUCK_S
 
     def call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> int | None:
         """Fork a helper that runs `work(number, tell)`; `results` yields what it returns. Returns
@@ -85,12 +95,12 @@ class Team:
         result is None for one that died; then no more are waited for. An exception in a helper is
         raised here.
 
-        `until` is the time (`perf_counter`) by which helpers should be done. Up to a minute more is
-        waited, and the rest count as dead. None does not wait.
+        `until` is the time (`perf_counter`) by which helpers should be done. Up to `stuck_s` seconds
+        more are waited, and the rest count as dead. None does not wait.
         """
         died = False
         while self.helpers and not died:
-            left_s = 0.0 if until is None else max(until + _STUCK_S - time.perf_counter(), 0.0)
+            left_s = 0.0 if until is None else max(until + self.stuck_s - time.perf_counter(), 0.0)
             ready = connection.wait([helper.pipe for helper in self.helpers], left_s)
             for helper in [helper for helper in self.helpers if helper.pipe in ready]:
                 for result in self._heard(helper):

@@ -1,0 +1,49 @@
+"""A device computes in the dtypes of its catalogue entry; others are refused with one that works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from autopar_cost_models import DEVICES
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan_checks import PRECISIONS
+from autopar.request.pins import Pins
+from autopar.request.plan_request import PlanRequest, choose_precision
+
+LACKING = sorted(
+    {(name, dtype) for name in DEVICES for dtype in PRECISIONS if dtype not in DEVICES[name].flops}
+)
+
+
+def requested(cluster: str, precision: str) -> PlanRequest:
+    return PlanRequest(ClusterSpec.parse(cluster), 8, Pins(), precision, False, "model")
+
+
+def test_earlier_generations_lack_bf16():
+    assert {("v100-16g", "bf16"), ("v100-32g", "bf16"), ("t4", "bf16")} <= set(LACKING)
+
+
+@pytest.mark.parametrize(("device", "dtype"), LACKING)
+def test_a_dtype_that_the_device_lacks_is_refused_with_one_that_it_has(device, dtype):
+    with pytest.raises(AutoparError, match=f"{device} does not compute in {dtype}") as error:
+        requested(f"{device}:1", dtype)
+    advised = str(error.value).rpartition("--precision ")[2].rstrip(")")
+    assert requested(f"{device}:1", advised).precision == advised
+    assert requested(f"{device}:1", choose_precision(ClusterSpec.parse(f"{device}:1")))
+
+
+def test_fp8_names_the_device_that_lacks_it():
+    with pytest.raises(AutoparError, match="v100-16g has no fp8 rate"):
+        autopar.Software(matmul_dtype="fp8").check(DEVICES["v100-16g"], "fp16")
+
+
+def test_a_model_is_planned_in_what_its_devices_compute():
+    model, batch = nn.Linear(8, 1), (torch.zeros(8, 8), torch.zeros(8, 1))
+    planned = autopar.plan(model, "2x V100 16GB", batch, loss_fn=nn.functional.mse_loss)
+    assert planned.precision == "fp16" and "is taken as v100-16g:2" in planned.notes[0]
+    with pytest.raises(AutoparError, match="precision fp16"):
+        autopar.plan(model.bfloat16(), "v100-16g:2", batch, loss_fn=nn.functional.mse_loss)
