@@ -12,9 +12,9 @@ MOST_VALUES = 1_000_000
 """The largest number of values in a cluster file. `autopar calibrate` writes a few thousand."""
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str, last_counts: bool = False) -> Any:
     """The data of a YAML text, with numbers such as 24e9. Raises yaml.YAMLError if it is not valid, has too many values, or
-    has a mapping with a key twice, of which YAML would keep the last.
+    has a mapping with a key twice. With `last_counts`, the last value of such a key is kept.
     """
     import yaml
 
@@ -22,7 +22,8 @@ def read_yaml(text: str) -> Any:
         loader = yaml_loader()
         root = yaml.compose(text, loader)
         _check_size(root)
-        _check_keys(root)
+        if not last_counts:
+            _check_keys(root)
         return yaml.load(text, loader)  # a SafeLoader
     except RecursionError:
         raise yaml.YAMLError("it is nested too deep") from None

@@ -22,6 +22,7 @@ from autopar.targets.target import (
     even_positions,
     head_findings,
 )
+from autopar.targets.unknown import open_layout
 
 _NEUTRAL = re.compile(
     r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"
@@ -68,9 +69,16 @@ def read(source: Source) -> Job:
     if kind in ("NO", "MULTI_CPU", "TPU", "XLA"):
         args.find("note", f"distributed_type {kind} is read as data parallelism without sharding")
     per_node = gpus // nodes if gpus and gpus % nodes == 0 else None
-    return args.job(
+    args.find("unknown", "the micro-batch stands in the training script, not in this file",
+              legal=("give --micro-batch", "autopar check the script that starts it"))  # fmt: skip
+    job = args.job(
         "accelerate", _NEUTRAL, layout=layout, gpus=gpus, gpus_per_node=per_node, facts=facts
     )
+    said = "deepspeed_config.gradient_accumulation_steps" in job.flags
+    job = open_layout(job, micro_batch=(2, 8), accumulation=() if said else (4, 16))
+    if "deepspeed_config.deepspeed_config_file" not in job.flags:
+        return job
+    return open_layout(job, zero=(0, 1, 2, 3), offload=("optimizer", "parameters"))
 
 
 def _with_deepspeed(values: dict[str, str], source: Source) -> dict[str, str]:

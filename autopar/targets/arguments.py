@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,12 +35,14 @@ def is_false(text: str) -> bool:
 
 class Arguments:
     """Options by name, as texts. A name has underscores and no leading hyphens. Reading an option
-    marks it as read; `rest` has the others. Findings are added to the list `findings`, if given.
+    marks it as read; `rest` has the others, and `open` those that were read and are not known.
+    Findings are added to the list `findings`, if given.
     """
 
     def __init__(self, values: Mapping[str, str], findings: list[Finding] | None = None) -> None:
         self.values = dict(values)
         self.read: set[str] = set()
+        self.open: set[str] = set()
         self.findings = [] if findings is None else findings
         self.unmodelled: list[Unmodelled] = []
 
@@ -82,6 +85,7 @@ class Arguments:
             if value == 0:
                 self.find("refused", f"{self._name(names)} is {text}, and must be at least {least}")
                 return None
+        self.open.add(self._name(names))
         self.find("unknown", f"{self._name(names)} is {text!r}, which is no whole number: give one")
         return None
 
@@ -92,6 +96,7 @@ class Arguments:
             return False if any(is_none(self.values.get(n, "")) for n in names) else None
         if is_true(text) or is_false(text):
             return is_true(text)
+        self.open.add(self._name(names))
         self.find("unknown", f"{self._name(names)} is {text!r}, which is neither true nor false")
         return None
 
@@ -101,6 +106,7 @@ class Arguments:
         try:
             return None if text is None else float(text)
         except ValueError:
+            self.open.add(self._name(names))
             self.find("unknown", f"{self._name(names)} is {text!r}, which is no number")
             return None
 
@@ -108,6 +114,7 @@ class Arguments:
         return next((name for name in names if name in self.values), names[0])
 
     def _unknown(self, name: str, value: str) -> None:
+        self.open.add(name)
         shown = shown_value(value)
         what = f"{name} is {shown}, which cannot be determined from the file"
         legal: tuple[str, ...] = (f"write the value of {name} in its place",)
@@ -202,16 +209,18 @@ def options_of(words: Iterable[str]) -> dict[str, str]:
 
 
 def read_mapping(text: str, what: str) -> Mapping[str, object]:
-    """The mapping of a YAML or JSON text; JSON may have comments and commas at the end. Tags make
-    no objects. Raises AutoparError if it is no mapping, or has a key twice.
+    """The mapping of a YAML or JSON text. JSON may have comments, tabs, and commas at the end. Tags
+    make no objects, and of a key that is given twice the last value counts. Raises AutoparError if it
+    is no mapping.
     """
     import yaml
 
     from autopar.ir.yaml_text import read_yaml
 
-    plain = without_comments(text) if text.lstrip()[:1] in "{/" else text
+    is_json = text.lstrip("\ufeff \t\r\n")[:1] in ("{", "/", "#") and "{" in text
     try:
-        data = read_yaml(plain)
+        data = _read_json(text) if is_json else None
+        data = read_yaml(text, last_counts=True) if data is None else data
     except yaml.YAMLError as error:
         raise AutoparError(f"{what} cannot be read: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(data, Mapping):
@@ -219,9 +228,24 @@ def read_mapping(text: str, what: str) -> Mapping[str, object]:
     return {str(key): value for key, value in data.items()}
 
 
+def _read_json(text: str) -> object:
+    """The data of a JSON text with comments; None if it is none, and may be YAML."""
+    try:
+        return json.loads(without_comments(text).lstrip("\ufeff"), strict=False)
+    except (ValueError, RecursionError):
+        pass
+    # what is left of JSON is YAML, in which a tab is no indentation
+    from autopar.ir.yaml_text import read_yaml
+
+    if text.lstrip("\ufeff \t\r\n").startswith("#") and not re.match(r"(\s*#[^\n]*\n)*\s*\{", text):
+        return None
+    plain = re.sub(r"^[ \t]+", lambda match: match[0].replace("\t", "    "), without_comments(text), flags=re.M)
+    return read_yaml(plain, last_counts=True)
+
+
 def without_comments(text: str) -> str:
-    """A JSON text without `//` and `/* */` comments and without commas before a closing bracket."""
-    pattern = r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/'
+    """A JSON text without `//`, `#` and `/* */` comments and without commas before a closing bracket."""
+    pattern = r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/'
     bare = re.sub(pattern, lambda match: match[1] or "", text, flags=re.DOTALL)
     return re.sub(r'("(?:\\.|[^"\\])*")|,(\s*[}\]])', lambda m: m[1] or m[2], bare)
 

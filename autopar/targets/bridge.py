@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,13 @@ from autopar.errors import AutoparError
 from autopar.targets.arguments import is_false, options_of
 from autopar.targets.job import Exported, Finding, Job
 from autopar.targets.megatron_options import job_of, stages_for
-from autopar.targets.megatron_read import read_megatron
+from autopar.targets.megatron_read import job_of_mapping, read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
 from autopar.targets.megatron_write import flags_of as megatron_flags
-from autopar.targets.shell import read_script
+from autopar.targets.python_calls import precision_record
+from autopar.targets.python_values import text_of
 from autopar.targets.target import NotExpressible, Source, Target, torchrun
+from autopar.targets.unknown import ALL, SHAPE, each, unstated
 
 _NAMES = {
     "num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
@@ -45,6 +48,31 @@ _TURNED = {
     "no-gradient-accumulation-fusion": ("model.gradient_accumulation_fusion", "false"),
 }
 """Arguments that are the opposite of a path."""
+_OFF = {
+    "model.tensor_model_parallel_size": "1",
+    "model.pipeline_model_parallel_size": "1",
+    "model.virtual_pipeline_model_parallel_size": "null",
+    "model.pipeline_model_parallel_layout": "null",
+    "model.context_parallel_size": "1",
+    "model.expert_model_parallel_size": "1",
+    "model.expert_tensor_parallel_size": "null",
+    "model.sequence_parallel": "false",
+    "model.recompute_granularity": "null",
+    "model.hidden_dropout": "0.1",
+    "model.cross_entropy_loss_fusion": "false",
+    "model.gradient_accumulation_fusion": "true",
+    "ddp.use_distributed_optimizer": "false",
+    "ddp.num_distributed_optimizer_instances": "1",
+    "ddp.use_megatron_fsdp": "false",
+    "ddp.data_parallel_sharding_strategy": "no_shard",
+    "ddp.overlap_grad_reduce": "false",
+    "ddp.overlap_param_gather": "false",
+    "ddp.grad_reduce_in_fp32": "true",
+    "comm_overlap.tp_comm_overlap": "false",
+    "optimizer.optimizer": "adam",
+    "optimizer.optimizer_cpu_offload": "false",
+}
+"""What a layout leaves out, by path: the value that it has then."""
 _LEFT_OUT = ("max-position-embeddings", "group-query-attention", "multi-latent-attention")
 _OVERRIDE = re.compile(
     r"\+{0,2}((?:model|train|ddp|comm_overlap|optimizer|checkpoint|dist|mixed_precision)(?:\.\w+)?)=(.*)",
@@ -79,11 +107,18 @@ _DTYPES = {"fp8_cs": "tensorwise", "fp8_ds": "delayed", "fp8_mx": "mxfp8", "fp8_
 _ASIDE = ("gpu", "model_family_name", "config_variant", "task", "domain", "data", "account", "partition", "compute_dtype")  # fmt: skip
 
 
+_RECIPES = re.compile(
+    r"\b(tensor|pipeline|context|expert)(_model)?_parallel(_size|ism)\b|megatron\.bridge|^\s*(import|from) nemo_run|nemo\.collections",
+    re.MULTILINE,
+)
+"""What files of Python say that hold recipes."""
+
+
 def _reads(source: Source) -> bool:
     if _PERFORMANCE.search(source.text) and not source.name.endswith(".py"):
         return True
     if source.name.endswith(".py"):
-        return "tensor_model_parallel_size" in source.text
+        return _RECIPES.search(source.text) is not None
     paths = re.findall(r"(?<![\w.])\+{0,2}(model|train|ddp)\.\w+\s*=", source.text)
     blocks = re.findall(r"^(model|train|ddp|comm_overlap):", source.text, re.MULTILINE)
     return ("tensor_model_parallel_size" in source.text) and (
@@ -97,13 +132,13 @@ def read(source: Source) -> Job:
     """
     if _PERFORMANCE.search(source.text) and not source.name.endswith(".py"):
         return _of_performance(source)
-    if source.name.endswith((".yaml", ".yml", ".py")):
-        job = read_megatron(source)
-        bf16 = {"bf16", "fp16"}.isdisjoint(job.flags)
-        return _of_recipe(job, "bf16" if bf16 else job.facts.precision)
+    if source.name.endswith(".py"):
+        return each(read_megatron(source), _of_recipe)
+    if source.name.endswith((".yaml", ".yml")):
+        return _of_yaml(source)
     words = [
         word
-        for command, _ in read_script(source.text, source.read_file, source.args).commands
+        for command, _ in source.script().commands
         for word in command
     ]
     found = [_OVERRIDE.fullmatch(word) for word in words]
@@ -114,16 +149,44 @@ def read(source: Source) -> Job:
     for path, value in values.items():
         name = path.rpartition(".")[2]
         options |= _argument(name, value)
-    options["fp16" if options.pop("mixed_precision", "").startswith("fp16") else "bf16"] = "true"
-    job = job_of(options)
-    return _of_recipe(job, job.facts.precision)
+    precision = options.pop("mixed_precision", "")
+    if precision:
+        fields = precision_record(precision).fields
+        options = {name: text_of(value) for name, value in fields.items()} | options
+    named = next((w for n, w in enumerate(words[1:]) if words[n].lstrip("-") == "recipe"), "")
+    what = f"the recipe {named}".strip()
+    missing = [name for name in unstated(ALL, options) if name not in SHAPE]
+    return _over(what, each(job_of(options, missing=missing), _of_recipe))
+
+
+def _over(what: str, job: Job) -> Job:
+    """The job of values that stand over those of a recipe."""
+    if not job.others:
+        return job
+    told = f"{what} sets all that the file leaves out, and is not in the file"
+    finding = Finding("unknown", told, legal=("give the options in the file too",))
+    return replace(job, findings=(finding, *job.findings))
+
+
+def job_over_recipe(data: Mapping[str, object], findings: list[Finding]) -> Job:
+    """The job of nested values that stand over those of a recipe, and of which `findings` are told."""
+    job = _over("the recipe that the file names", each(job_of_mapping(data, ALL), _of_recipe))
+    return replace(job, findings=(*findings, *job.findings))
+
+
+def _of_yaml(source: Source) -> Job:
+    """The job of a YAML file: of a whole configuration, or of overrides of a recipe."""
+    if not re.search(r"_target_:\s*megatron\.bridge", source.text):
+        job = each(read_megatron(source, over=True), _of_recipe)
+        return _over("the recipe that the file overrides", job)
+    return each(read_megatron(source), _of_recipe)
 
 
 def _of_performance(source: Source) -> Job:
     """The job of a script that starts a performance recipe by name. Raises AutoparError if no command
     does.
     """
-    script, options = read_script(source.text, source.read_file, source.args), dict[str, str]()
+    script, options = source.script(), dict[str, str]()
     for _, words in script.programs():
         starts = [n for n, word in enumerate(words) if _PERFORMANCE.search(word)]
         if starts:
@@ -141,22 +204,30 @@ def _of_performance(source: Source) -> Job:
     options |= {"fp8_format": "hybrid", "fp8_recipe": _DTYPES.get(dtype, "delayed")} if dtype.startswith("fp8") else {}  # fmt: skip
     options |= {"nproc_per_node": per_node} | ({"world_size": gpus} if gpus else {})
     sets = [short for short, option in _SHORT.items() if option in options and short != "vpp"]
-    job = _of_recipe(job_of(options), "bf16")
     what = f"the recipe {name} of Megatron-Bridge sets all that the file leaves out; the file sets {', '.join(sets) or 'nothing'}"
     told = Finding("unknown", what, legal=("give the layout in the options, such as -tp 4 -pp 2",))
     if dtype not in ("bf16", *_DTYPES):
         what = f"compute_dtype {dtype} has no price: priced as bf16"
         told = replace(told, what=f"{told.what}; {what}")
-    by = job.layout
-    tp = by.tp > 1 and options.get("sequence_parallel", "true") != "false"
-    return replace(job, layout=replace(by, sequence_parallel=tp), findings=(told, *job.findings))
+    if "tensor_model_parallel_size" in options:
+        options.setdefault("sequence_parallel", "true")
+    stated = {*options, "fp8", "fp16", "grad_reduce_in_fp32"}
+    job = each(job_of(options, missing=unstated(ALL, stated)), _of_recipe)
+    return replace(job, findings=(told, *job.findings))
 
 
-def _of_recipe(job: Job, precision: str) -> Job:
-    """A job of Megatron-LM as one of Megatron-Bridge, in a precision."""
+def _of_recipe(job: Job) -> Job:
+    """A job of Megatron-LM as one of Megatron-Bridge. The weights of most models are in bf16, which
+    is its precision where none is said.
+    """
     said = job.flags.keys()
     unsaid: dict[str, Any] = {name: None for name in _SAID if said.isdisjoint(_SAID[name])}
-    facts = replace(job.facts, precision=precision, **unsaid)
+    if {"bf16", "fp16", "fp32"}.isdisjoint(said):
+        unsaid["precision"] = "bf16"
+    by = job.layout
+    facts = replace(job.facts, **unsaid)
+    if facts.tp_overlap and not by.sequence_parallel:  # Megatron-Bridge switches it off
+        facts = replace(facts, tp_overlap=False)
     return replace(job, framework="bridge", facts=facts)
 
 
@@ -200,7 +271,10 @@ def write(job: Job) -> Exported:
     """A command with overrides for a recipe. Raises NotExpressible if Megatron-Bridge cannot run the
     job.
     """
-    lines = [f"    {path}={_quoted(value)}" for path, value in flags_of(job).items()]
+    values = flags_of(job)
+    # a recipe has values of its own for what is left out
+    values |= {path: value for path, value in _OFF.items() if path not in values}
+    lines = [f"    {path}={_quoted(value)}" for path, value in values.items()]
     text = " \\\n".join([f"{torchrun(job)} run_recipe.py", *lines]) + "\n"
     losses = ("the recipe: --recipe names the model, its data and its optimizer",)
     return Exported("megatron-bridge 0.4", text, "bash train.sh", {}, losses, "train.sh")

@@ -28,10 +28,18 @@ class Conditions(Expansion):
         truth: bool | None = None
         connector = ";"
         for node in nodes:
-            value = self.test(node) if isinstance(node, Command) else None
+            value = self.decided(node) if isinstance(node, Command) else None
             joined = connector in ("&&", "||")
             truth = either(truth, value, connector == "||") if joined else value
             connector = node.end if isinstance(node, Command) else ";"
+        return truth
+
+    def decided(self, node: Command) -> bool | None:
+        """Whether a command succeeds, as `test`, or as it is assumed."""
+        truth = self.test(node)
+        if truth is None and node.words:
+            assumed = self.script.branch((node.line, self.text_in_test(node.words[-1])[:20]), 2)
+            return None if assumed is None else assumed == 1
         return truth
 
     @staticmethod

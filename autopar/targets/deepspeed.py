@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -21,6 +21,7 @@ from autopar.targets.target import (
     Target,
     multiples_near,
 )
+from autopar.targets.unknown import open_layout
 
 Z = "zero_optimization."
 _BATCH = "train_batch_size"
@@ -51,11 +52,15 @@ def read(source: Source) -> Job:
         raise AutoparError(f"no job: {source.name} has neither batch sizes nor zero_optimization")
     automatic = sorted(name for name, value in values.items() if value == "auto")
     args = Arguments({name: value for name, value in values.items() if value != "auto"})
-    if batches := [name for name in automatic if name in (_BATCH, _MICRO, _STEPS)]:
+    batches = [name for name in automatic if name in (_BATCH, _MICRO, _STEPS)]
+    if batches:
         args.find("unknown", f"{', '.join(batches)} are auto: the trainer decides",
                   legal=("give --micro-batch and --global-batch",))  # fmt: skip
     micro, batch = args.whole(_MICRO), args.whole(_BATCH)
     steps = args.whole(_STEPS)
+    if not batches and micro is None:
+        args.find("unknown", f"{_MICRO} does not stand in the file",
+                  legal=("give --micro-batch",))  # fmt: skip
     layout = Layout(
         tp=args.whole("tensor_parallel.autotp_size", "tensor_parallel.tp_size") or 1,
         cp=args.whole("sequence_parallel_size") or 1,
@@ -73,7 +78,15 @@ def read(source: Source) -> Job:
             "note",
             f"parameters are shared out over {group} ranks within a node: priced as over all",
         )
-    return args.job("deepspeed", _NEUTRAL, layout=layout, facts=_facts(args, data))
+    job = args.job("deepspeed", _NEUTRAL, layout=layout, facts=_facts(args, data))
+    open_fields: dict[str, Sequence[object]] = {}
+    if micro is None:
+        open_fields["micro_batch"] = (2, 8)
+    if not batch and not steps:
+        open_fields["accumulation"] = (4, 16)
+    if f"{Z}stage" in automatic:
+        open_fields["zero"] = (1, 2, 3)
+    return open_layout(job, **open_fields)
 
 
 def _offload(args: Arguments) -> str:

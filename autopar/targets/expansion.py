@@ -5,7 +5,7 @@ environment are values that are not known, and so are positional arguments that 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -24,6 +24,8 @@ from autopar.targets.shell_words import (
 MOST_WORDS = 100_000
 """The most words of an expanded value."""
 Value = str | tuple[str, ...]
+Place = tuple[int, str]
+"""The line of a command in a script, and its first word."""
 MOST_EXPANDED = 30_000_000
 """The most characters of all expanded values of a script."""
 MOST_BRACES = 8
@@ -69,6 +71,9 @@ class Script:
         unread: files that the script reads with `source` and that are not there.
         files: the text of each file that the script writes from a here-document, by its name.
         stops: the line of the `exit` that ends it, or 0.
+        assumed: which branch is taken at a test or `case` that the file does not decide, by its
+            place; 1 is that of a test that holds.
+        undecided: the number of branches at each other such place.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -78,6 +83,14 @@ class Script:
     unread: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     stops: int = 0
+    assumed: Mapping[Place, int] = field(default_factory=dict)
+    undecided: dict[Place, int] = field(default_factory=dict)
+
+    def branch(self, place: Place, branches: int) -> int | None:
+        """The branch that is assumed at a place; None if none is, which is noted."""
+        if place not in self.assumed:
+            self.undecided.setdefault(place, branches)
+        return self.assumed.get(place)
 
     def note(self, text: str) -> None:
         """Adds a note, once."""

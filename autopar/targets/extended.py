@@ -7,6 +7,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from autopar.targets.arguments import read_mapping
 from autopar.targets.expansion import is_known
@@ -33,6 +34,13 @@ def extended_mapping(source: Source) -> tuple[Mapping[str, object], list[Finding
     return data, findings
 
 
+def extended_file(
+    path: str, source: Source, findings: list[Finding]
+) -> Mapping[str, object] | None:
+    """The mapping of another file over what it extends; None if it is not there."""
+    return None if source.read_file(path) is None else _read(path, "", source, findings, 0)
+
+
 def named_configurations(
     words: Iterable[str], source: Source
 ) -> tuple[Mapping[str, object], list[Finding]]:
@@ -45,52 +53,110 @@ def named_configurations(
     findings: list[Finding] = []
     for name in re.findall(r"--config-name[ =]['\"]?([\w./-]+)", text):
         file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-        found = _merged(found, _read(file, "", source, findings, 0))
+        found = merged(found, _read(file, "", source, findings, 0))
     for group, name in groups:
         if not _PATHS.search(group):
             base = _read(f"{group}/{name}.yaml", "", source, findings, 0)
-            found = _merged(found, {group: base})
+            found = merged(found, {group: base})
     return found, findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A file that a mapping extends. `under` is the key under which its values stand; '' for none.
+    `group` is that of Hydra, whose choice another file may replace, and `needed` whether it must be
+    there.
+    """
+
+    name: str
+    under: str = ""
+    group: str = ""
+    needed: bool = True
+
+
+_OWN = _Base("_self_")
+"""The place of a mapping's own values among what it extends."""
 
 
 def _over_bases(
     data: Mapping[str, object], folder: str, source: Source, findings: list[Finding], depth: int
 ) -> Mapping[str, object]:
     """A mapping of a file in `folder` over what it and the mappings in it extend."""
-    found: dict[str, object] = {}
-    for name, group in _bases(data):
-        base = _read(name, folder, source, findings, depth)
-        found = _merged(found, {group: base} if group else base)
+    own: dict[str, object] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
             inner = {str(k): v for k, v in value.items()}
             value = _over_bases(inner, folder, source, findings, depth)
-        found = _merged(found, {key: value})
+        own = merged(own, {key: value})
+    bases = list(_bases(data))
+    found: dict[str, object] = {}
+    for base in [*bases, *([] if _OWN in bases else [_OWN])]:
+        if base is _OWN:
+            found = merged(found, own)
+            continue
+        values = _read(base.name, folder, source, findings, depth, base.needed)
+        under = _package(base, folder, source)
+        for part in reversed(under.split(".") if under else ()):
+            values = {part: values}
+        found = merged(found, values)
     return found
 
 
-def _bases(data: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """(file, the key under which its values stand or '') of each file that a mapping extends."""
+def _bases(data: Mapping[str, object]) -> Iterator[_Base]:
+    """Each file that a mapping extends, in order. Of a group of Hydra the last choice counts."""
+    found: list[_Base] = []
     for key in _KEYS:
         value = data.get(key)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and item.endswith((".yaml", ".yml")):
-                yield item, ""
-            elif key == "defaults" and isinstance(item, str) and re.fullmatch(r"[\w./-]+", item):
-                if item != "_self_":
-                    yield f"{item}.yaml", ""
-            elif key == "defaults" and isinstance(item, Mapping):
-                for group, name in item.items():  # Hydra: a file of a folder, under its name
-                    if isinstance(name, str) and re.fullmatch(r"[\w/-]+", str(group)):
-                        yield f"{group}/{name}.yaml", str(group).replace("/", ".")
+                found.append(_Base(item))
+            elif key == "defaults":
+                found += _of_hydra(item)
+    chosen = {base.group: base for base in found if base.group}
+    for base in found:
+        if not base.group:
+            yield base
+        elif base.group in chosen:
+            yield chosen.pop(base.group)
+
+
+def _of_hydra(item: object) -> Iterator[_Base]:
+    """What an entry of Hydra's `defaults` names: `base`, `group: name`, `override /group: name`,
+    `optional group: name`, `group@package: name`.
+    """
+    if item == "_self_":
+        yield _OWN
+    elif isinstance(item, str) and re.fullmatch(r"[\w./@-]+", item):
+        path, _, package = item.partition("@")
+        group = path.strip("/").rpartition("/")[0]
+        under = package or group.replace("/", ".")
+        yield _Base(f"{path.lstrip('/')}.yaml", "" if under in ("_global_", "_here_") else under)
+    for group, name in item.items() if isinstance(item, Mapping) else ():
+        words = str(group).split()
+        path, _, package = words[-1].partition("@")
+        path = path.strip("/")
+        under = package or path.replace("/", ".")
+        under = "" if under in ("_global_", "_here_", "_group_") else under
+        for choice in name if isinstance(name, list) else [name]:
+            if isinstance(choice, str) and re.fullmatch(r"[\w/.-]+", choice) and choice != "_none_":
+                file = choice if choice.endswith((".yaml", ".yml")) else f"{choice}.yaml"
+                several = isinstance(name, list)
+                yield _Base(f"{path}/{file}", under, "" if several else words[-1].lstrip("/"), "optional" not in words)
 
 
 def _read(
-    name: str, folder: str, source: Source, findings: list[Finding], depth: int
+    name: str,
+    folder: str,
+    source: Source,
+    findings: list[Finding],
+    depth: int,
+    needed: bool = True,
 ) -> Mapping[str, object]:
     """The mapping of another file over what it extends; {} with a finding if it is not there."""
     path = posixpath.normpath(posixpath.join(folder, name))
     text = source.read_file(path) if depth < MOST_DEPTH else None
+    if text is None and not needed:
+        return {}
     if text is None:
         what = f"the values of {name} count too, which is not beside the file"
         findings.append(Finding("unknown", what, legal=(f"put {name} beside the file",)))
@@ -99,11 +165,20 @@ def _read(
     return _over_bases(read_mapping(text, name), inside, source, findings, depth + 1)
 
 
-def _merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+def _package(base: _Base, folder: str, source: Source) -> str:
+    """The path of keys under which the values of a file stand: Hydra's directive in it counts."""
+    text = source.read_file(posixpath.normpath(posixpath.join(folder, base.name))) or ""
+    said = re.search(r"^#\s*@package\s+(\S+)", text, re.M)
+    if said is None or said[1] == "_group_":
+        return base.under
+    return "" if said[1] == "_global_" else said[1]
+
+
+def merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
     """Nested mappings, of which the second counts where both have a value."""
     found = dict(base)
     for key, value in over.items():
         old = found.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[key] = _merged(old, value) if both else value  # type: ignore[arg-type]
+        found[key] = merged(old, value) if both else value  # type: ignore[arg-type]
     return found

@@ -132,45 +132,6 @@ def _resolved(text: str, path: str, plain: Mapping[str, str], findings: list[Fin
     return text
 
 
-_RECIPE = re.compile(
-    r"(model|train|ddp|comm_overlap|mixed_precision|dist|dataset|optimizer|tokenizer|[Tt]rainer|\w*(Strategy|Provider|ParallelConfig|"
-    r"OverlapConfig|OverlapCallback|PrecisionConfig|DataModule)|run\.Partial)\.([A-Za-z]\w*)"
-)
-"""The settings of a recipe that are about the model, its layout and its precision."""
-_ARGUMENTS = {
-    "tensor_parallelism": "tensor_model_parallel_size",
-    "pipeline_parallelism": "pipeline_model_parallel_size",
-    "virtual_pipeline_parallelism": "virtual_pipeline_model_parallel_size",
-    "context_parallelism": "context_parallel_size",
-    "expert_parallelism": "expert_model_parallel_size",
-    "sequence_parallelism": "sequence_parallel",
-    "num_gpus_per_node": "devices",
-}
-"""NeMo's functions of recipes name these otherwise."""
-
-
-def recipe_options(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings of a recipe's function as nested mappings say them. The last of a name counts."""
-    found: dict[str, str] = {}
-    for path, value in reversed(list(settings.items())):
-        if not (match := _RECIPE.fullmatch(path)) or "(" in value:
-            continue
-        name = _ARGUMENTS.get(match[3], match[3])
-        found.setdefault(f"recipe.{name}", value)
-    return found | {"recipe.use_distributed_optimizer": "true"} | _fp8_of(settings)
-
-
-def _fp8_of(values: Mapping[str, str]) -> dict[str, str]:
-    """The options of fp8 that the name of a mixed precision says, such as
-    `bf16_with_fp8_current_scaling_mixed`.
-    """
-    names = [*values, *values.values()]
-    name = next((n for n in names if re.fullmatch(r"\w*_with_\w*fp8\w*", n)), "")
-    recipes = {"current": "tensorwise", "subchannel": "blockwise", "mxfp8": "mxfp8"}
-    recipe = next((recipe for word, recipe in recipes.items() if word in name), "delayed")
-    return {"fp8_format": "hybrid", "fp8_recipe": recipe} if name else {}
-
-
 def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     """The options with what the framework of a mapping fills in, and with NeMo's names for what
     Megatron-LM names otherwise.
@@ -178,7 +139,9 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     found = dict(values)
     names = {"train_micro_batch_size": "micro_batch_size", "train_global_batch_size": "global_batch_size",
              "max_total_sequence_length": "seq_length"}  # fmt: skip
-    found |= {name: found.pop(of) for of, name in names.items() if of in values}  # of NeMo-RL
+    if "train_micro_batch_size" in values:
+        found |= _of_nemo_rl(values)
+    found |= {name: found.pop(of) for of, name in names.items() if of in values}
     found |= _checkpointed(values)
     if "mcore_gpt" in values or "megatron_amp_O2" in values:
         found |= _of_nemo(values)
@@ -186,14 +149,51 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
         found = _of_slime(values) | found
     if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
         found |= _of_verl(values)
-    swift = "model" in values and {"tuner_type", "packing", "split_dataset_ratio"} & set(values)
-    if swift:  # defaults of `megatron sft`
-        found = {"use_distributed_optimizer": "true", "hidden_dropout": "0"} | found
-    if swift or values.get("framework") == "megatron":
+    if ("model" in values or "load" in values) and {"tuner_type", "packing", "split_dataset_ratio"} & set(values):
+        found = SWIFT | found
+    if values.get("framework") == "megatron":
         found = {"bf16": "true"} | found
     if "cutoff_len" in values or "per_device_train_batch_size" in values:
         found = {"hidden_dropout": "0"} | found
     return found
+
+
+SWIFT = {
+    "use_distributed_optimizer": "true",
+    "hidden_dropout": "0",
+    "micro_batch_size": "1",
+    "global_batch_size": "16",
+    "recompute_granularity": "selective",
+    "cross_entropy_loss_fusion": "true",
+    "expert_tensor_parallel_size": "1",
+}
+"""Defaults of `megatron sft` of ms-swift."""
+_IN_BF16 = re.compile(
+    r"qwen[-_]?(1\.5|2|3)|qwq|llama[-_]?[234]|deepseek|mistral|mixtral|gemma|glm-?4|internlm|phi-?[34]|kimi|moonlight|minimax|gpt-?oss", re.I
+)
+"""Names of public models whose config.json says bfloat16."""
+
+
+def swift_precision(values: Mapping[str, str]) -> tuple[dict[str, str], bool]:
+    """(the options of the precision, whether it is known) of a job of ms-swift, which takes that of
+    the model if its options say none.
+    """
+    said = values.get("torch_dtype", "")
+    if "bf16" in values or "fp16" in values:
+        return {}, True
+    if said:
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(said, said)
+        return ({short: "true"} if short in ("bf16", "fp16") else {}), True
+    model = values.get("model", "")
+    return {"bf16": "true"}, bool(_IN_BF16.search(model.rpartition("/")[2]))
+
+
+def _of_nemo_rl(values: Mapping[str, str]) -> dict[str, str]:
+    """What NeMo-RL says otherwise: its precision by name, and the dropout of its models."""
+    precision = values.get("precision", "bfloat16")
+    names = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+    found = {names[precision]: "true"} if precision in names else {}
+    return found | {"hidden_dropout": values.get("hidden_dropout", "0")}
 
 
 def _of_nemo(values: Mapping[str, str]) -> dict[str, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from autopar.targets.arguments import Arguments, is_false
+from autopar.targets.arguments import Arguments, is_false, is_none
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
 from autopar.targets.target import vocabulary_of
+from autopar.targets.unknown import SHAPE, with_others
 
 RECIPES = {
     "tensorwise": "tensorwise",
@@ -64,9 +65,35 @@ own. All others are listed as not priced.
 """
 
 
-def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
-    """The job that options by name say. `resolved`: they are a dump, in which all options stand."""
+def job_of(
+    values: Mapping[str, str],
+    resolved: bool = False,
+    missing: Iterable[str] = (),
+    choices: Mapping[str, Iterable[str]] | None = None,
+) -> Job:
+    """The job that options by name say, with all that it may be besides.
+
+    Args:
+        values: the options.
+        resolved: whether they are a dump, in which all options stand.
+        missing: options that something sets which was not read.
+        choices: the values that an option may have.
+    """
+
+    def read(options: Mapping[str, str]) -> Job:
+        return _job_of(Arguments(options), resolved)
+
     args = Arguments(values)
+    job = _job_of(args, resolved)
+    names = [*missing, *sorted(args.open)]
+    if job.shape.lacking:  # it has no price without a model that is given
+        names = [name for name in names if name not in SHAPE]
+    return with_others(job, read, values, names, choices)
+
+
+def _job_of(args: Arguments, resolved: bool) -> Job:
+    """The job that options say."""
+    values = args.values
     shape = _shape(args, resolved)
     layout = _layout(args, shape)
     facts = _facts(args, layout)
@@ -78,8 +105,9 @@ def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
                 "note",
                 f"the batch grows at first ({name} {ramp}): times are those of the full batch",
             )
-    if resolved is False and not any(args.values.get(name) for name in MICRO_BATCH):
-        args.find("unknown", "micro_batch_size does not stand in the file: 1 is taken",
+    if not resolved and all(is_none(values.get(name) or "none") for name in MICRO_BATCH):
+        args.open.add("micro_batch_size")
+        args.find("unknown", "micro_batch_size does not stand in the file",
                   legal=("give --micro-batch",))  # fmt: skip
     args.flag("disable_bias_linear")
     _unpriced_values(args)
@@ -104,9 +132,7 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
     )
     args.text("activation")
     gated = any([args.flag(name) for name in ("swiglu", "gated_linear_unit", "quick_geglu")])
-    ffn = args.whole("ffn_hidden_size") or (
-        int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
-    )
+    ffn = args.whole("ffn_hidden_size") or _default_ffn(args, hidden, gated)
     experts = args.whole("num_experts", "num_moe_experts", least=0) or 0
     experts = 0 if experts == 1 else experts  # one that all tokens take is a dense layer
     dense, expert_layers = _expert_layers(args, layers) if experts else (0, "")
@@ -142,6 +168,17 @@ def _shape(args: Arguments, resolved: bool) -> ModelShape:
         ),
         latent=_latent(args),
     )
+
+
+def _default_ffn(args: Arguments, hidden: int, gated: bool) -> int:
+    """The width of an MLP that no option says. FlagScale rounds it up as Llama's presets do."""
+    multiple, factor = args.whole("multiple_of"), args.number("hidden_dim_multiplier")
+    if not gated:
+        return 4 * hidden
+    if multiple:
+        width = int(int(4 * hidden * 2 / 3) * (factor or 1))
+        return -(-width // multiple) * multiple
+    return int(4 * hidden * 2 / 3) // 64 * 64
 
 
 def _top_k(args: Arguments) -> int:
@@ -309,7 +346,10 @@ def _zero(args: Arguments) -> int:
         args.flag("use_distributed_optimizer")
         return STRATEGIES.get(strategy or "no_shard", 0)
     if args.flag("deepspeed") and "zero_stage" in args.values:
-        return args.whole("zero_stage", least=0) or 0
+        stage = args.whole("zero_stage", least=0) or 0
+        if not stage and args.flag("bf16"):
+            args.find("note", "DeepSpeed's optimizer for bf16 shares out its state as ZeRO-1 does")
+        return stage or int(bool(args.flag("bf16")))
     if args.flag("fsdp"):  # of NeMo
         kind = args.text("fsdp_sharding_strategy") or "full"
         if kind == "hybrid":

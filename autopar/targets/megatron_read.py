@@ -24,12 +24,14 @@ from autopar.targets.megatron_mapping import (
     filled_in,
     options_by_name,
     overrides_of,
-    recipe_options,
+    swift_precision,
 )
 from autopar.targets.megatron_options import job_of
+from autopar.targets.megatron_recipes import is_recipe, recipe_options
 from autopar.targets.python_settings import settings_of
-from autopar.targets.shell import ReadFile, read_script
+from autopar.targets.shell import ReadFile
 from autopar.targets.target import Source
+from autopar.targets.unknown import ALL, unstated
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
           "micro_batch_size", "num_attention_heads", "global_batch_size", "seq_length")  # fmt: skip
@@ -48,9 +50,10 @@ def looks_like_megatron(source: Source) -> bool:
     return sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS) >= 2
 
 
-def read_megatron(source: Source) -> Job:
-    """The job of a launch script, of a dump of arguments, or of YAML with Megatron's names. Raises
-    AutoparError if the text has no job of Megatron-LM.
+def read_megatron(source: Source, over: bool = False) -> Job:
+    """The job of a launch script, of a dump of arguments, or of YAML with Megatron's names. `over`:
+    the YAML stands over values that are not there. Raises AutoparError if the text has no job of
+    Megatron-LM.
     """
     dump = re.findall(
         r"^[^\S\n]*(?:(?:\[[^\]\n]*\]:?|\d+:)[^\S\n]*)?(\w+) \.{2,} (.*)$",
@@ -62,7 +65,8 @@ def read_megatron(source: Source) -> Job:
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
         data, findings = extended_mapping(source)
-        return _with(_of_mapping(data), findings)
+        missing = ALL if over or any(f.kind == "unknown" for f in findings) else ()
+        return _with(job_of_mapping(data, missing), findings)
     if suffix == "py":
         return _of_recipe(source)
     return _of_script(source)
@@ -71,8 +75,10 @@ def read_megatron(source: Source) -> Job:
 # ------------------------------------------------------------------------------------------- forms
 
 
-def _of_mapping(data: Mapping[str, object]) -> Job:
-    """The job of nested mappings, each option by the last part of its path."""
+def job_of_mapping(data: Mapping[str, object], missing: Iterable[str] = ()) -> Job:
+    """The job of nested mappings, each option by the last part of its path. `missing` are options
+    that files may set which are not there.
+    """
     if str(data.get("_target_", "")).startswith("verl."):
         raise AutoparError(
             "no job: the file is a part of verl's own configuration: give the script that overrides it"
@@ -80,19 +86,25 @@ def _of_mapping(data: Mapping[str, object]) -> Job:
     values, findings = options_by_name(data, _MARKS)
     values.pop("data_parallel_size", None)  # it follows from the devices: this one is of inference
     known = [mark for mark in _MARKS if mark in values]
+    if "train_micro_batch_size" in values and len(known) < 2 and "dtensor_cfg" in str(data)[:100_000]:
+        raise AutoparError(
+            "this is a job of NeMo-RL with DTensor, which autopar does not read; it reads one with megatron_cfg"
+        )
     if len(known) < 2:
-        raise AutoparError("no job: the file has fewer than two options of Megatron-LM")
-    return _with(job_of(filled_in(values)), findings)
+        why = "; what it extends is not beside it" if missing else ""
+        raise AutoparError(f"no job: the file has fewer than two options of Megatron-LM{why}")
+    options = filled_in(values)
+    return _with(job_of(options, missing=unstated(missing, options)), findings)
 
 
 def _of_recipe(source: Source) -> Job:
     """The job of a function that returns a recipe of NeMo or Megatron-Bridge."""
-
-    def fits(values: Mapping[str, str]) -> bool:
-        return any(re.search(r"tensor(_model)?_parallel(_size|ism)$", path) for path in values)
-
-    settings = settings_of(source.text, source.name, source.function, fits)
-    return _with(_of_mapping(recipe_options(settings.values)), list(settings.findings))
+    settings = settings_of(source, is_recipe)
+    options = recipe_options(settings)
+    if len(options.values) < 2 and not options.missing:
+        raise AutoparError(f"no job: {source.name} has fewer than two options of Megatron-LM")
+    job = job_of(options.values, missing=options.missing, choices=options.choices)
+    return _with(job, [*settings.findings, *options.findings])
 
 
 def _with(job: Job, findings: list[Finding]) -> Job:
@@ -100,7 +112,7 @@ def _with(job: Job, findings: list[Finding]) -> Job:
 
 
 def _of_script(source: Source) -> Job:
-    script = read_script(source.text, source.read_file, source.args)
+    script = source.script()
     best, launched = max(
         script.programs(), key=lambda program: _marks(program[1]), default=(-1, ())
     )
@@ -112,7 +124,9 @@ def _of_script(source: Source) -> Job:
                 # verl's own configurations hold its defaults, which are known
                 named = () if any(path.startswith("actor_rollout_ref") for path in paths) else words
                 data, more = named_configurations(named, source)
-                return _with(_of_mapping({**flat(data), **paths}), [*more, *unread_files(script)])
+                missing = ALL if more or script.unread else ()
+                job = job_of_mapping({**flat(data), **paths}, missing)
+                return _with(job, [*more, *unread_files(script)])
         words = _from_variables(script)
         if _marks(words) < 2:
             missing = (
@@ -133,6 +147,7 @@ def _of_script(source: Source) -> Job:
         words = _joined_layout(script, best, findings)
         _check_that_it_trains(words, source.name)
     options = options_of(words)
+    missing: tuple[str, ...] = ALL if script.unread else ()
     for word in words:
         if (
             not is_known(word)
@@ -141,21 +156,36 @@ def _of_script(source: Source) -> Job:
             and word == word.strip()
             and word not in options.values()
         ):
-            findings += _loose(word, options)
+            told = _loose(word, options)
+            findings += told
+            # what a branch of the script sets is read with each branch
+            unset = "under a condition" not in shown_value(word)
+            missing = ALL if unset and any(f.kind == "unknown" for f in told) else missing
     findings += unread_files(script)
     findings += [Finding("note", note) for note in script.notes if _matters(note)]
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
         if (value := script.exported(name)) is not None:
             options[f"env_{name}"] = value
-    if {"sft", "pt", "rlhf"} & set(words[:3]) and "megatron" in words[0]:
-        options = filled_in({"packing": "false"} | options)  # of ms-swift
+    swift = {"sft", "pt", "rlhf"} & set(words[:3]) and "megatron" in words[0]
+    if swift:
+        options = filled_in({"packing": "false"} | options)
     elif "actor_num_nodes" in options:
         options = filled_in(options)  # of slime
     options |= _processes(options, script)
     of_file, told = _of_deepspeed(options, script.reader(source.read_file))
     options |= of_file
     findings += told
-    job = job_of(options)
+    missing = unstated(missing, options)
+    if swift:
+        precision, known = swift_precision(options)
+        options |= precision
+        if not known:
+            what = "the precision is that of the checkpoint, which the file does not tell"
+            findings.append(Finding("unknown", what, legal=("give --bf16 true in the options",)))
+            missing = (*missing, "bf16")
+    if any(finding.kind == "unknown" for finding in told):
+        missing = (*missing, "zero_stage", "cpu_optimizer")
+    job = job_of(options, missing=missing)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
 

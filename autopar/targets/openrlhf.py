@@ -13,7 +13,6 @@ from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets import deepspeed
 from autopar.targets.arguments import Arguments, note_model, options_of, unread_files
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.shell import read_script
 from autopar.targets.target import (
     NO_EXPERTS,
     NO_PIPELINE,
@@ -61,7 +60,7 @@ def read(source: Source) -> Job:
     """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
     AutoparError if no command starts a trainer of OpenRLHF.
     """
-    script = read_script(source.text, source.read_file, source.args)
+    script = source.script()
     values, trainer = dict[str, str](), ""
     known = {name for names in _NAMES.values() for name in names}
     for _, words in script.programs():

@@ -1,151 +1,168 @@
-"""Settings in functions of Python that return a configuration, such as recipes. The text is parsed,
-never run.
+"""Settings in functions of Python that return a configuration, such as recipes. The text is read as it
+would run, with the files that it imports, and never run.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import unknown
 from autopar.targets.job import Finding
+from autopar.targets.python_calls import Returned
+from autopar.targets.python_reader import PythonReader
+from autopar.targets.python_values import (
+    UNSET,
+    Choice,
+    Class,
+    Function,
+    Later,
+    Module,
+    Record,
+    Unset,
+    text_of,
+)
+from autopar.targets.target import Source
 
-MOST_CALLS = 200
-"""The most calls of functions of the file that are followed."""
+MOST_TOTAL = 300_000
+"""The most steps that are spent on all functions of a file."""
+_LATER = ("debug", "finetune", "sft", "peft", "test", "trainer", "lora", "model", "common")
+"""Words in the names of functions that count only if there is no other."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Settings:
     """What a function sets.
 
     Attributes:
-        function: its name; '' if the file has none, and its statements are read.
-        values: texts by path: `Class.argument` of a call, `part.name` of `config.part.name = ...`,
-            and `function.0` for the first argument of a call without a name.
-        findings: which other functions there are.
+        function: its name; '' if the statements of the file are read.
+        values: texts by path: `part.name` of `config.part.name = ...`.
+        kinds: the class of each part, by its path.
+        weak: the paths of arguments of functions that are not in the files.
+        choices: the texts that a value may have, by path, where a condition is not known.
+        doubted: what may have changed a value and is not in the files, by path.
+        missing: what set other values of a part and is not in the files, by the path of the part.
+        findings: which other functions there are, and what was assumed.
     """
 
-    function: str
-    values: Mapping[str, str]
-    findings: tuple[Finding, ...]
+    function: str = ""
+    values: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    weak: set[str] = field(default_factory=set)
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    doubted: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
-
-def settings_of(
-    text: str, what: str, function: str, fits: Callable[[Mapping[str, str]], bool]
-) -> Settings:
-    """The settings of a function of a Python text, by default of the first that `fits` accepts. One
-    of a toy or for fine-tuning counts only if there is no other. Raises AutoparError if the text is
-    no Python, or has no such function.
-    """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise AutoparError(f"{what} is no Python: {error}") from None
-    reader = _Reader(tree)
-    if function and function not in reader.functions:
-        raise AutoparError(
-            f"{what} has no function {function}; it has {', '.join(reader.functions) or 'none'}"
-        )
-    found = {name: reader.of(name) for name in [function] if name} or {
-        name: values for name in reader.functions if fits(values := reader.of(name))
-    }
-    if not found:
-        return Settings("", dict(reader.settings(tree.body, {})), ())
-    later = ("debug", "finetune", "sft", "peft", "test", "trainer")
-    name = min(found, key=lambda name: any(word in name for word in later))
-    others = [other for other in found if other != name]
-    note = f"read from function {name}; for {', '.join(others[:6])}{' and others' if others[6:] else ''} give {what}:NAME"
-    return Settings(name, found[name], (Finding("note", note),) if others else ())
-
-
-class _Reader:
-    """Reads statements in order; calls of functions of the file are followed."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-        self.globals = dict(_assigned(tree.body))
-        self.calls = 0
-
-    def of(self, name: str, given: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The settings of a function, with the texts of its arguments."""
-        function = self.functions[name]
-        self.calls += 1
-        if self.calls > MOST_CALLS:
-            return {}
-        names = function.args.args[len(function.args.args) - len(function.args.defaults) :]
-        pairs = [*zip(names, function.args.defaults, strict=True)]
-        pairs += [
-            (a, d)
-            for a, d in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-            if d is not None
-        ]
-        bound = self.globals | {argument.arg: _constant(value, {}) for argument, value in pairs}
-        bound |= dict(_assigned(function.body)) | dict(given or {})
-        return dict(self.settings(function.body, bound))
-
-    def settings(
-        self, body: Sequence[ast.stmt], bound: Mapping[str, str]
-    ) -> Iterator[tuple[str, str]]:
-        """Each setting of statements, in order. A branch counts if its condition is known to hold."""
-        for statement in body:
-            if isinstance(statement, ast.If):
-                if (truth := _truth(statement.test, bound)) is not None:
-                    yield from self.settings(statement.body if truth else statement.orelse, bound)
-                continue
-            if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-                continue
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call):
-                    yield from self._of_call(node, bound)
-            if isinstance(statement, ast.Assign):
-                for target in statement.targets:
-                    if isinstance(target, ast.Attribute):
-                        path = ast.unparse(target).partition(".")[2]
-                        yield path, _constant(statement.value, bound)
-
-    def _of_call(self, node: ast.Call, bound: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        called = ast.unparse(node.func).removesuffix(".Config").rpartition(".")[2]
-        if called in ("run", "Partial") and node.args:  # NeMo: run.Config(Trainer, devices=8)
-            called = ast.unparse(node.args[0]).rpartition(".")[2]
-        named = {key.arg: _constant(key.value, bound) for key in node.keywords if key.arg}
-        if called in self.functions:
-            yield from self.of(called, named).items()
+    def add(self, prefix: str, record: Record, seen: set[int]) -> None:
+        """Adds the fields of a record, whose path is `prefix`."""
+        self.kinds[prefix] = record.kind
+        if record.missing:
+            self.missing[prefix] = record.missing
+        if id(record) in seen or len(seen) > 2_000:
             return
-        yield called, ""
-        if node.args:
-            yield f"{called}.0", _constant(node.args[0], bound)
-        yield from ((f"{called}.{name}", value) for name, value in named.items())
+        seen = seen | {id(record)}
+        for name, value in record.fields.items():
+            path = f"{prefix}.{name}" if prefix else name
+            self._set(path, value, seen)
+            if name in record.weak:
+                self.weak.add(path)
+
+    def _set(self, path: str, value: Any, seen: set[int]) -> None:
+        """Adds the value of a path."""
+        if isinstance(value, Choice):
+            found = [item for item in value.values if not isinstance(item, Record)]
+            if value.why:
+                self.doubted[path] = value.why
+            else:
+                self.choices[path] = tuple(text_of(item) for item in found)
+            value = next((v for v in reversed(value.values) if isinstance(v, Record)), value.values[-1])  # fmt: skip
+        if isinstance(value, Record):
+            self.add(path, value, seen)
+        elif isinstance(value, dict):
+            self.add(path, Record("dict", {str(k): v for k, v in value.items()}), seen)
+        elif not isinstance(value, Function | Class | Module | Later | Unset):
+            self.values[path] = text_of(value)
+            for number, item in enumerate(value if isinstance(value, list | tuple) else ()):
+                if isinstance(item, Record):
+                    self.add(f"{path}.{number}", item, seen)
 
 
-def _assigned(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """Names that are assigned constants."""
-    for node in body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
-            continue
-        yield from ((t.id, str(node.value.value)) for t in node.targets if isinstance(t, ast.Name))
+Fits = Callable[[Settings], bool]
 
 
-def _constant(node: ast.expr, bound: Mapping[str, str]) -> str:
-    """The text of a constant, of a name that is bound to one, or of a product of whole numbers."""
-    if isinstance(node, ast.Name) and node.id in bound:
-        return bound[node.id]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        sides = [_constant(side, bound) for side in (node.left, node.right)]
-        if all(side.isdigit() and len(side) < 10 for side in sides):
-            return str(int(sides[0]) * int(sides[1]))
+def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
+    """The settings of a function of a Python file, by default of the first that `fits` accepts. One of
+    a toy or for fine-tuning counts only if there is no other. With `parts`, they are those of each
+    object that is made there, by its class. Raises AutoparError if the text is no Python, or has no
+    such function.
+    """
+    reader = PythonReader(source.read_module)
+    module = reader.parsed(source.text, source.name, "__main__")
+    reader.modules[source.name] = module
     try:
-        return str(ast.literal_eval(node))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return unknown(ast.unparse(node)[:60])
+        reader.load(module)
+    except Returned:
+        pass
+    own = [name for name, value in module.names.items() if isinstance(value, Function)]
+    names = own or [n for n, v in module.names.items() if isinstance(v, Later)]
+    if source.function:
+        if not isinstance(reader.plain(module.names.get(source.function)), Function):
+            raise AutoparError(
+                f"{source.name} has no function {source.function}; it has {', '.join(own) or 'none'}"
+            )
+        names = [source.function]
+    found: dict[str, Settings] = {}
+    spent = 0
+    for name in names:
+        function = reader.plain(module.names[name])
+        if not isinstance(function, Function) or spent > MOST_TOTAL:
+            continue
+        reader.steps, reader.unsure, before = 0, 0, len(reader.records)
+        try:
+            value = reader.called(function, [], {}, name)
+        except AutoparError:
+            if source.function:
+                raise
+            continue
+        finally:
+            spent += reader.steps
+        scope = {key: item for key, item in reader.last.items() if not key.startswith("@")}
+        candidates = _candidates(reader, value, scope, reader.records[before:], parts)
+        settings = next((s for s in candidates if fits(s)), None)
+        if settings is not None or source.function:
+            found[name] = settings or Settings()
+    notes = tuple(Finding("note", note) for note in reader.notes)
+    if not found:
+        rest = _candidates(reader, None, module.names, reader.records, parts)
+        settings = next((s for s in rest if fits(s)), Settings())
+        settings.findings = notes
+        return settings
+    name = min(found, key=lambda name: (name.startswith("_"), any(word in name for word in _LATER)))
+    others = [other for other in found if other != name and not other.startswith("_")]
+    note = f"read from function {name}; for {', '.join(others[:6])}{' and others' if others[6:] else ''} give {source.name}:NAME"
+    settings = found[name]
+    settings.function = name
+    settings.findings = (*([Finding("note", note)] if others else []), *notes)
+    return settings
 
 
-def _truth(node: ast.expr, bound: Mapping[str, str]) -> bool | None:
-    """Whether a condition holds; None if the file does not tell."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        inner = _truth(node.operand, bound)
-        return None if inner is None else not inner
-    if isinstance(node, ast.Name) and bound.get(node.id) in ("True", "False", "None"):
-        return bound[node.id] == "True"
-    return None
+def _candidates(
+    reader: PythonReader, value: Any, scope: Mapping[str, Any], made: list[Record], parts: bool
+) -> Iterator[Settings]:
+    """The settings of what a function returns, then those of its names, the last first."""
+    if parts:
+        settings = Settings()
+        for record in made:
+            settings.add(record.kind, record, set())
+        yield settings
+        return
+    likely = reader.likely(value)
+    values = likely if isinstance(likely, tuple | list) else [likely]
+    names = [reader.likely(item) for item in reversed(list(scope.values())) if item is not UNSET]
+    for record in [*values, *names]:
+        if isinstance(record, Record):
+            settings = Settings()
+            settings.add("", record, set())
+            yield settings

@@ -10,19 +10,22 @@ from pathlib import Path
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
 from autopar.request.restriction import Restriction
-from autopar.targets import trainers
+from autopar.targets import primus, trainers
 from autopar.targets.accelerate import ACCELERATE
 from autopar.targets.bridge import BRIDGE
 from autopar.targets.deepspeed import DEEPSPEED
 from autopar.targets.job import Job, ModelShape
 from autopar.targets.megatron import MEGATRON
 from autopar.targets.nanotron import NANOTRON
+from autopar.targets.neox import NEOX
 from autopar.targets.openrlhf import OPENRLHF
 from autopar.targets.shell_words import CLOSE, OPEN
 from autopar.targets.target import Source, Target
 from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.transformers import TRANSFORMERS
+from autopar.targets.unknown_branches import over_branches
 from autopar.targets.unmodelled import with_unmodelled
+from autopar.targets.unread import refuse_unread
 from autopar.targets.verl import VERL
 
 TARGETS: dict[str, Target] = {
@@ -34,6 +37,7 @@ TARGETS: dict[str, Target] = {
         TRANSFORMERS,
         TORCHTITAN,
         NANOTRON,
+        NEOX,
         DEEPSPEED,
         BRIDGE,
         MEGATRON,
@@ -100,9 +104,16 @@ def _arguments(args: Sequence[str] | None, text: str, path: str) -> tuple[str, .
 
 
 def _reader_of(source: Source) -> Callable[[Source], Job] | None:
-    """What reads a file, by its form; None if nothing does."""
-    known = next((target.read for target in TARGETS.values() if target.reads(source)), None)
-    return trainers.read if known is None and trainers.reads(source) else known
+    """What reads a file, by its form; None if nothing does. Raises AutoparError for a job of a
+    framework that autopar does not read.
+    """
+    if primus.reads(source):
+        return primus.read
+    refuse_unread(source)
+    for known in TARGETS.values():
+        if known.reads(source):
+            return known.read
+    return trainers.read if trainers.reads(source) else None
 
 
 def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | None = None) -> Job:
@@ -129,10 +140,14 @@ def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | 
         found = file_near(folder, name)
         return read_text(found, "script") if found else None
 
-    source = Source(text, Path(path).name, beside, function, given)
-    reads = target_of(target).read if target is not None else _reader_of(source)
-    if reads is not None:
-        return with_unmodelled(reads(source), source)
+    def exact(name: str) -> str | None:
+        place = folder / name
+        return read_text(place, "module") if place.is_file() else None
+
+    source = Source(text, Path(path).name, beside, function, given, exact)
+    read = target_of(target).read if target is not None else _reader_of(source)
+    if read is not None:
+        return with_unmodelled(over_branches(source, read), source)
     if re.search(r'"(model_type|architectures)"\s*:', text):
         raise AutoparError(f"{path} is no job: it describes a model: give it as --model hf:{path}")
     raise AutoparError(

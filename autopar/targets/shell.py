@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,6 +17,7 @@ from autopar.targets.assignments import ASSIGNMENT
 from autopar.targets.conditions import either
 from autopar.targets.expansion import (
     LOST,
+    Place,
     Script,
     Value,
     is_known,
@@ -38,13 +39,16 @@ _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 
 
 def read_script(
-    text: str, read_file: ReadFile = lambda name: None, args: tuple[str, ...] | None = None
+    text: str,
+    read_file: ReadFile = lambda name: None,
+    args: tuple[str, ...] | None = None,
+    assumed: Mapping[Place, int] | None = None,
 ) -> Script:
     """A script with its words expanded, without running anything. `read_file(name)` gives the text
     of another script that it reads. `args` are its positional arguments; None if they are not
-    known. Raises AutoparError for a text that is no script.
+    known. `assumed` are branches, as in `Script`. Raises AutoparError for a text that is no script.
     """
-    script = Script()
+    script = Script(assumed=dict(assumed or {}))
     script.variables |= _batch_variables(text)
     reader = _Reader(script, read_file)
     reader.arguments = args
@@ -152,8 +156,9 @@ class _Reader(ScriptFiles):
             self.unsure -= runs is None
             joined = node.end if isinstance(node, Command) else ";"
             if isinstance(node, Command) and runs is not False and joined in ("&&", "||"):
-                own = self.test(node)
-                if own is None and not (self.is_test(node) or self._is_function(node)):
+                decides = self.is_test(node) or self._is_function(node)
+                own = self.decided(node) if decides else self.test(node)
+                if own is None and not decides:
                     own = True  # a program is taken to succeed
                 status = either(status, own, before == "||") if runs is None else own
         self.depth -= 1
@@ -281,7 +286,9 @@ class _Reader(ScriptFiles):
         words = condition[0].words if condition and isinstance(condition[0], Command) else ()
         subject = "".join(self.text_in_test(word) for word in words[:1])
         if not is_known(subject):
-            self._unsurely(body for _, body in node.branches[1:])
+            branch = self.script.branch((node.line, "case"), len(node.branches) - 1)
+            bodies = [body for _, body in node.branches[1:]]
+            self._unsurely(bodies) if branch is None else self._run(bodies[branch])
             return
         for number, (condition, body) in enumerate(node.branches[1:], 1):
             command = condition[0] if condition else None

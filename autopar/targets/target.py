@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.frameworks import software_of
 from autopar.request.restriction import Limit, Only, Restriction
 from autopar.request.software import Software
+from autopar.targets.expansion import Place, Script
 from autopar.targets.job import Exported, Finding, Job, ModelShape
-from autopar.targets.shell import ReadFile
+from autopar.targets.shell import ReadFile, read_script
 
 
 class NotExpressible(AutoparError):
@@ -23,7 +24,8 @@ class NotExpressible(AutoparError):
 class Source:
     """The text of a file, its name, and how files beside it are read. `function` is the one that a
     Python file is read for; '' for the first that has a configuration. `args` are the arguments of
-    a script; None if they are not known.
+    a script; None if they are not known. `read_module` reads a file by its exact path from the
+    folder, such as '../common.py'. `assumed` are branches of a script, as in `Script`.
     """
 
     text: str
@@ -31,6 +33,12 @@ class Source:
     read_file: ReadFile = lambda name: None
     function: str = ""
     args: tuple[str, ...] | None = None
+    read_module: ReadFile = lambda name: None
+    assumed: Mapping[Place, int] = field(default_factory=dict)
+
+    def script(self) -> Script:
+        """The text as a script, expanded. Raises AutoparError if it is none."""
+        return read_script(self.text, self.read_file, self.args, self.assumed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from autopar.targets.torchtitan_models import FLAVORS
 
 P, T = "parallelism.", "training."
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+FLAVOR = re.compile(r"([a-z0-9]+?)_(\d+b)(_.*)?")
+"""The name of a configuration of the registry, with that of its model and flavor."""
 WRITTEN = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
@@ -66,7 +68,7 @@ def _fp8(args: Arguments) -> str:
 def _shape(args: Arguments) -> ModelShape:
     name, flavor = args.text("model.name", "module") or "", args.text("model.flavor") or ""
     config = args.text("config") or ""
-    if not flavor and (found := re.fullmatch(r"([a-z0-9]+?)_(\d+b)(_.*)?", config)):
+    if not flavor and (found := FLAVOR.fullmatch(config)):
         name, flavor = found[1], found[2]
     shape = FLAVORS.get((name.lower(), flavor.lower()))
     if shape is None and (name or flavor):

@@ -7,15 +7,17 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.targets.arguments import Arguments, flat_texts, options_of
+from autopar.targets.expansion import is_known, shown_value
 from autopar.targets.job import Finding, Job
-from autopar.targets.python_settings import settings_of
-from autopar.targets.shell import read_script
+from autopar.targets.python_settings import Settings, settings_of
 from autopar.targets.target import Source
-from autopar.targets.torchtitan_options import MODE, OPTION, P, T, job_of
+from autopar.targets.torchtitan_options import FLAVOR, MODE, OPTION, P, T, job_of
+from autopar.targets.unknown import unstated, with_others
 
 EARLIER = {
     "training.data_parallel_replicate_degree": f"{P}data_parallel_replicate_degree",
@@ -58,20 +60,60 @@ def read_torchtitan(source: Source) -> Job:
     """The job of a TOML file, of flags in a script, or of a function in Python, which is parsed and
     never run. Raises AutoparError if there is none.
     """
-    name, findings = source.name.lower(), tuple[Finding, ...]()
+    name = source.name.lower()
     if name.endswith(".toml"):
-        values = {OPTION: "2"} | _of_toml(source)  # the default of 0.2
+        found = Options({OPTION: "2"} | _of_toml(source))  # the default of 0.2
     elif name.endswith(".py"):
-        values, findings = _of_python(source)
+        found = _of_python(source)
     else:
-        values, findings = _of_script(source)
-    if not any(key.startswith((P, T)) for key in values):
+        found = _of_script(source)
+    if not found.missing and not any(key.startswith((P, T)) for key in found.values):
         raise AutoparError(
             f"no job: {source.name} sets nothing of parallelism or training of torchtitan"
         )
-    args = Arguments(values)
-    args.findings += findings
-    return job_of(args)
+    return job_of_options(found)
+
+
+def job_of_options(found: Options) -> Job:
+    """The job of options, with all that it may be besides."""
+    args = Arguments(found.values)
+    args.findings += found.findings
+    job = job_of(args)
+    names = [*unstated(found.missing, found.values), *sorted(args.open)]
+
+    def read(options: Mapping[str, str]) -> Job:
+        return job_of(Arguments(options))
+
+    return with_others(job, read, found.values, names, found.choices)
+
+
+@dataclass(slots=True)
+class Options:
+    """Options by name, those that something sets which was not read, the values of those that have
+    several, and findings.
+    """
+
+    values: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+
+OF_SECTION = {
+    "parallelism": [
+        f"{P}{name}"
+        for name in (
+            "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+            "data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward",
+            "pipeline_parallel_schedule", "enable_sequence_parallel",
+        )
+    ],
+    "training": [f"{T}{name}" for name in ("local_batch_size", "global_batch_size", "seq_len", "enable_cpu_offload", "mixed_precision_param")],
+    "compile": ["compile.enable"],
+}  # fmt: skip
+"""The options of weight of a part of the configuration."""
+EVERY = [*OF_SECTION["parallelism"], *OF_SECTION["training"], *OF_SECTION["compile"], MODE, "model.converters"]
+"""All options of weight."""
 
 
 def _of_toml(source: Source) -> dict[str, str]:
@@ -85,9 +127,9 @@ def _of_toml(source: Source) -> dict[str, str]:
     return {EARLIER.get(name, name): value for name, value in found.items()}
 
 
-def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    script = read_script(source.text, source.read_file, source.args)
-    found, findings = dict[str, str](), list[Finding]()
+def _of_script(source: Source) -> Options:
+    script = source.script()
+    found, findings, missing = dict[str, str](), list[Finding](), list[str]()
     for _, words in script.programs():
         if not any(_STARTS.search(word) for word in words):
             continue
@@ -108,41 +150,88 @@ def _of_script(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
                     f"no job: the values of {source.name} stand in {path}, which is not beside it: "
                     f"put it there, or autopar check {path}"
                 )
-            what = f"values stand in {path}, which is not beside the file: the defaults are read"
+            what = f"values stand in {path}, which is not beside the file"
             findings.append(Finding("unknown", what, legal=(f"put {path} beside it",)))
+            missing += EVERY
     if "module" not in found:  # before 0.3
         found.setdefault(OPTION, "2")
     for variable in ("NGPU", "CONFIG", "MODULE"):
         if (value := script.exported(variable)) is not None:
             found.setdefault({"NGPU": "nproc_per_node"}.get(variable, variable.lower()), value)
-    return found, tuple(findings)
+    options = Options(found, missing, {}, findings)
+    if "config" in found:
+        _add_registry(options, source)
+    return options
+
+
+def _add_registry(options: Options, source: Source) -> None:
+    """Adds what the function of the registry sets that `--config` names, if its file is there."""
+    name, module = options.values["config"], options.values.get("module", "")
+    files = (f"torchtitan/models/{module}/config_registry.py", "config_registry.py")
+    text = next(filter(None, map(source.read_file, files)), None) if is_known(name) else None
+    if text is not None:
+        try:
+            base = _of_python(Source(text, "config_registry.py", function=name))
+        except AutoparError:
+            text = None
+        else:
+            options.values = base.values | options.values
+            options.missing += base.missing
+            options.choices |= base.choices
+    if text is None:
+        options.missing += [n for n in EVERY if n not in _NEVER or not FLAVOR.fullmatch(name)]
+        what = f"the configuration {shown_value(name)} sets what the command leaves out, and is not beside the file"
+        legal = ("put config_registry.py beside it", "give the options in the command too")
+        options.findings.append(Finding("unknown", what, legal=legal))
+
+
+_NEVER = (
+    f"{T}mixed_precision_param", f"{T}enable_cpu_offload", f"{P}enable_sequence_parallel", "model.converters",
+    f"{P}pipeline_parallel_schedule",
+)  # fmt: skip
+"""What no configuration of torchtitan's own registry sets, unless its name says so."""
 
 
 _SECTIONS = {
-    "ParallelismConfig": P,
     "parallelism": P,
-    "TrainingConfig": T,
     "training": T,
-    "CompileConfig": "compile.",
     "compile": "compile.",
 }
-"""Where the settings of a class, or of a part of the configuration, belong."""
+"""Where the settings of a part of the configuration belong."""
 _POLICY_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
-def _of_python(source: Source) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    def fits(values: Mapping[str, str]) -> bool:
-        return not {"ParallelismConfig", "TrainingConfig"}.isdisjoint(values)
+def _of_python(source: Source) -> Options:
+    def fits(settings: Settings) -> bool:
+        kinds = settings.kinds
+        return bool({"parallelism", "training"} & set(kinds)) and "actor_rollout" not in kinds
 
-    settings = settings_of(source.text, source.name, source.function, fits)
-    found: dict[str, str] = {}
+    settings = settings_of(source, fits)
+    found = Options(findings=list(settings.findings))
     for path, value in settings.values.items():
         section, _, name = path.rpartition(".")
         if section in _SECTIONS:
-            found[_SECTIONS[section] + name] = value
-        found |= {MODE: _POLICY_CLASSES[path]} if path in _POLICY_CLASSES else {}
-    found["model.flavor"] = settings.values.get("model_registry.0", "")
-    found["model.name"] = re.sub(r"_(\d|debug).*", "", settings.function)
-    if "Float8LinearConverter" in settings.values:
-        found["model.converters"] = "float8"
-    return found, settings.findings
+            found.values[_SECTIONS[section] + name] = value
+            known = [text for text in settings.choices.get(path, ()) if is_known(text)]
+            found.choices |= {_SECTIONS[section] + name: tuple(known)} if known else {}
+            found.missing += [_SECTIONS[section] + name] if path in settings.doubted else []
+    policy = settings.kinds.get("activation_checkpoint", "")
+    found.values |= {MODE: _POLICY_CLASSES[policy]} if policy in _POLICY_CLASSES else {}
+    if settings.values.get("activation_checkpoint") == "None":
+        found.values[MODE] = "none"
+    found.values["model.flavor"] = settings.values.get("model_spec.0", "")
+    found.values["model.name"] = re.sub(r"^graph_trainer_|_(\d|debug).*", "", settings.function)
+    if any(kind.startswith("Float8LinearConverter") for kind in settings.kinds.values()):
+        found.values["model.converters"] = "float8"
+    whole = "" in settings.missing
+    for section in _SECTIONS:
+        if section in settings.missing or (whole and section not in settings.kinds):
+            found.missing += OF_SECTION[section]
+    if whole and not policy:
+        found.missing.append(MODE)
+    for name in dict.fromkeys(settings.missing.values()):
+        if name == settings.missing.get("") or name in (settings.missing.get(s) for s in _SECTIONS):
+            what = f"{name} sets values too, and is not in the files beside this one"
+            legal = ("put the file that defines it in the place from which it is imported",)
+            found.findings.append(Finding("unknown", what, legal=legal))
+    return found

@@ -58,7 +58,7 @@ def flags_of(job: Job) -> dict[str, str]:
         found[f"{T}disable_cuda_graphs"] = "True"
     found["activation-checkpoint"] = _POLICIES[by.recompute]
     found |= {f"{T}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
-    return found | ({"compile.enable": "True"} if job.facts.compile else {})
+    return found | {"compile.enable": str(bool(job.facts.compile))}
 
 
 def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:

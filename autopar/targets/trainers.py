@@ -25,8 +25,8 @@ from autopar.targets.arguments import (
 )
 from autopar.targets.job import Facts, Finding, Job, Layout
 from autopar.targets.python_settings import settings_of
-from autopar.targets.shell import read_script
 from autopar.targets.target import Source
+from autopar.targets.unknown import distinct, with_others
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
@@ -45,16 +45,30 @@ def reads(source: Source) -> bool:
     """Whether a file has the batch size of a trainer."""
     text = source.text
     axolotl = re.search(r"^base_model:", text, re.MULTILINE) and "micro_batch_size" in text
-    return bool(axolotl) or "per_device_train_batch_size" in text
+    started = re.search(r"llamafactory-cli train|axolotl(\.cli\.| )train|\btrl (sft|dpo|grpo|kto|reward)|accelerate launch", text)
+    return bool(axolotl or started) or "per_device_train_batch_size" in text
 
 
 def read(source: Source) -> Job:
     """The job of a trainer's arguments. Raises AutoparError if there are none."""
     values, findings, source = _values(source)
     if not any(name in values for name in _MICRO):
-        raise AutoparError(f"no job: {source.name} has none of {', '.join(_MICRO)}")
-    args = Arguments({name: value for name, value in values.items() if value != "auto"})
-    args.findings += findings
+        where = next((f": {f.what}" for f in findings if f.kind == "unknown"), "")
+        raise AutoparError(f"no job: {source.name} has none of {', '.join(_MICRO)}{where}")
+    values = {name: value for name, value in values.items() if value != "auto"}
+    job, args = _job_of(values, list(findings), source)
+
+    def again(options: Mapping[str, str]) -> Job:
+        return _job_of(options, [], source)[0]
+
+    return with_others(job, again, values, sorted(args.open))
+
+
+def _job_of(
+    values: Mapping[str, str], findings: list[Finding], source: Source
+) -> tuple[Job, Arguments]:
+    """The job of arguments by name, and the arguments as read."""
+    args = Arguments(values, findings)
     base = _engine(args, source)
     layout = _layout(args, base.layout)
     if _are_pairs(args, source):
@@ -76,8 +90,28 @@ def read(source: Source) -> Job:
         facts=_facts(args, base.facts),
     )
     # what the engine's file leaves to the trainer is said here
-    kept = [finding for finding in base.findings if "auto: the trainer decides" not in finding.what]
-    return replace(job, findings=(*kept, *job.findings), unpriced=(*base.unpriced, *job.unpriced))
+    kept = [finding for finding in base.findings if not _LEFT.search(finding.what)]
+    job = replace(job, findings=(*kept, *job.findings), unpriced=(*base.unpriced, *job.unpriced))
+    return _with_engines(job, base), args
+
+
+_LEFT = re.compile(r"auto: the trainer decides|_per_gpu does not stand|micro-batch stands in")
+"""Findings on what the file of an engine leaves to the trainer."""
+
+
+def _with_engines(job: Job, base: Job) -> Job:
+    """The job with each engine that it may have, as far as `base` tells its engine's others. What the
+    arguments of the trainer say is not open.
+    """
+    others = [
+        replace(
+            job,
+            layout=replace(job.layout, zero=other.layout.zero, offload=other.layout.offload, tp=other.layout.tp, cp=other.layout.cp),
+            findings=(),
+        )
+        for other in base.others
+    ]  # fmt: skip
+    return replace(job, others=distinct(job, others))
 
 
 _PAIRED = re.compile(r"(^|[_/. ])(dpo|orpo|cpo|simpo|ipo|reward|rm|reward_trainer)($|[_/. ])", re.I)
@@ -108,13 +142,15 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
         values = flat_texts({key: value for key, value in data.items() if value is not None})
         return {name: value for name, value in values.items() if not is_none(value)}, (), source
     if suffix == "py":
-        settings = settings_of(source.text, source.name, source.function, _has_micro)
+        settings = settings_of(source, lambda settings: _has_micro(settings.values), parts=True)
         values = {path.rpartition(".")[2]: value for path, value in settings.values.items()}
         return values, settings.findings, source
-    script = read_script(source.text, source.read_file, source.args)
+    script = source.script()
     found: dict[str, str] = {}
+    findings = unread_files(script)
+    written = replace(source, read_file=script.reader(source.read_file))
     for _, words in script.programs():
-        options = options_of(words)
+        options = _with_file(words, written, findings)
         if _has_micro(options):
             found = options
             scripts = [w for w in words if w.endswith(".py")] or list(words[:3])
@@ -123,18 +159,55 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
                 found = {"gradient_checkpointing": "true", "bf16": "true"} | found
     if (processes := script.exported("NPROC_PER_NODE")) is not None:
         found.setdefault("NPROC_PER_NODE", processes)
-    written = replace(source, read_file=script.reader(source.read_file))
-    return found, tuple(unread_files(script)), written
+    return found, tuple(findings), written
+
+
+def _with_file(words: tuple[str, ...], source: Source, findings: list[Finding]) -> dict[str, str]:
+    """The options of a command over those of the YAML file that it gives its trainer: `--config FILE`
+    of TRL, or the file behind `llamafactory-cli train` and `axolotl train`.
+    """
+    options = options_of(words)
+    starts = any(_COMMANDS.search(word) for word in words)
+    files = [word for word in words if re.search(r"\.(ya?ml|json)$", word) and not word.startswith("-")]
+    launch = options.get("config_file", "")
+    named = [file for file in files if file in (options.get("config"), options.get("recipe"))]
+    own = named or [file for file in files if starts and file not in (launch, *options.values())]
+    if not own or _has_micro(options):
+        return options
+    text = source.read_file(own[-1])
+    if text is None:
+        if starts or named:
+            what = f"the arguments stand in {own[-1]}, which is not beside the file"
+            findings.append(Finding("unknown", what, legal=(f"put {own[-1]} beside it",)))
+        return options
+    values = flat_texts(read_mapping(text, own[-1]))
+    base = {name: value for name, value in values.items() if not is_none(value)}
+    return base | {name: value for name, value in options.items() if name != "config"}
+
+
+_COMMANDS = re.compile(r"(^|/)(llamafactory-cli|axolotl|trl|train\.py)$|axolotl\.cli\.train|llamafactory\.")
+"""Commands that take a file with the arguments of a trainer."""
 
 
 def _has_micro(values: Mapping[str, str]) -> bool:
     return any(path.rpartition(".")[2] == _MICRO[0] for path in values)
 
 
+_OF_TRL: dict[str, Job | str] = {
+    **{f"zero{stage}": Job("deepspeed", layout=Layout(zero=stage)) for stage in (1, 2, 3)},
+    **{name: Job("accelerate", layout=Layout(zero=3)) for name in ("fsdp1", "fsdp2")},
+    **{name: Job("accelerate") for name in ("multi_gpu", "single_gpu")},
+}
+"""The configurations of Accelerate that TRL ships, by name."""
+
+
 def _engine(args: Arguments, source: Source) -> Job:
     """The job of what shards: DeepSpeed or FSDP, from its file or from the arguments."""
-    file = args.text("deepspeed", "deepspeed_config", "ds_config") or ""
-    launch = args.text("config_file") or ""
+    file = args.text("deepspeed", "deepspeed_config", "ds_config", "dist_config.config_file") or ""
+    launch = args.text("config_file", "accelerate_config") or ""
+    launch = _OF_TRL.get(launch, launch)
+    if isinstance(launch, Job):
+        return launch
     for name, read_engine in ((file, deepspeed.read), (launch, accelerate.read)):
         if not re.search(r"\.(json|ya?ml)$", name):
             continue
@@ -143,7 +216,7 @@ def _engine(args: Arguments, source: Source) -> Job:
             return read_engine(Source(text, name.rpartition("/")[2], source.read_file))
         args.find("unknown", f"sharding stands in {name}, which is not beside the file",
                   legal=(f"put {name} beside it", f"autopar check {name}"))  # fmt: skip
-        return Job("deepspeed" if name == file else "accelerate")
+        return _sharded_somehow("deepspeed" if name == file else "accelerate")
     if (launched := _of_launcher(args)) is not None:
         return launched
     stage = re.search(r"zero[_-]?(\d)", file)
@@ -157,9 +230,18 @@ def _engine(args: Arguments, source: Source) -> Job:
         and "fsdp" not in args.values
         and not source.name.endswith((".sh", ".slurm"))
     ):
-        args.find("unknown", "the file does not say what shards the states: read as whole copies (DDP)",
-                  legal=("autopar check the file of Accelerate or DeepSpeed, with --micro-batch",))  # fmt: skip
+        args.find("unknown", "the file does not say what shards the states",
+                  legal=("autopar check a script with the command that starts it, beside its files",))  # fmt: skip
+        return _sharded_somehow("accelerate")
     return Job("accelerate", layout=layout)
+
+
+def _sharded_somehow(framework: str) -> Job:
+    """The job of an engine whose file is not there."""
+    found = [Layout(zero=zero) for zero in (1, 2, 3)]
+    found += [Layout(zero=3, offload="parameters"), Layout(zero=2, offload="optimizer")]
+    others = tuple(Job(framework, layout=layout) for layout in found)
+    return Job(framework, others=others)
 
 
 _DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps",

@@ -20,7 +20,6 @@ from autopar.targets.arguments import (
 from autopar.targets.extended import extended_mapping
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_mapping import overrides_of
-from autopar.targets.shell import read_script
 from autopar.targets.target import (
     OFFLOADS_ALL,
     ONE_ORDER,
@@ -105,7 +104,7 @@ def _values(source: Source) -> tuple[dict[str, str], list[Finding]]:
         data, findings = extended_mapping(source)
         found = {path: "" if is_none(text) else text for path, text in flat_texts(data).items()}
         return {path: text for path, text in found.items() if text}, findings
-    script = read_script(source.text, source.read_file, source.args)
+    script = source.script()
     values: dict[str, str] = {}
     for _, words in script.programs():
         found = overrides_of(words) | _plain(words)
