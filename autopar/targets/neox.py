@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.request.restriction import Limit, Only, Restriction
-from autopar.targets.arguments import Arguments, find_adapters, flat_texts, read_mapping
+from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.extended import merged
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.target import (
@@ -95,7 +95,6 @@ def _job_of(args: Arguments) -> Job:
         sequence_parallel=bool(args.flag("sequence_parallel")) and tp > 1,
         offload=_offload(args),
     )
-    find_adapters(args)
     per_node, nodes = args.whole("num_gpus"), args.whole("num_nodes") or 1
     gpus = args.whole("global_num_gpus") or (per_node * nodes if per_node else None)
     return args.job(
