@@ -239,7 +239,9 @@ def _read_json(text: str) -> object:
 
     if text.lstrip("\ufeff \t\r\n").startswith("#") and not re.match(r"(\s*#[^\n]*\n)*\s*\{", text):
         return None
-    plain = re.sub(r"^[ \t]+", lambda match: match[0].replace("\t", "    "), without_comments(text), flags=re.M)
+    plain = re.sub(
+        r"^[ \t]+", lambda match: match[0].replace("\t", "    "), without_comments(text), flags=re.M
+    )
     return read_yaml(plain, last_counts=True)
 
 

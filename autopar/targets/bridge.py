@@ -136,11 +136,7 @@ def read(source: Source) -> Job:
         return each(read_megatron(source), _of_recipe)
     if source.name.endswith((".yaml", ".yml")):
         return _of_yaml(source)
-    words = [
-        word
-        for command, _ in source.script().commands
-        for word in command
-    ]
+    words = [word for command, _ in source.script().commands for word in command]
     found = [_OVERRIDE.fullmatch(word) for word in words]
     values = {match[1]: match[2] for match in found if match} | _launcher(words)
     if not any("tensor_model_parallel_size" in path for path in values):
@@ -161,7 +157,7 @@ def read(source: Source) -> Job:
 
 def _over(what: str, job: Job) -> Job:
     """The job of values that stand over those of a recipe."""
-    if not job.others:
+    if not job.unknown:
         return job
     told = f"{what} sets all that the file leaves out, and is not in the file"
     finding = Finding("unknown", told, legal=("give the options in the file too",))

@@ -141,7 +141,12 @@ def _of_hydra(item: object) -> Iterator[_Base]:
             if isinstance(choice, str) and re.fullmatch(r"[\w/.-]+", choice) and choice != "_none_":
                 file = choice if choice.endswith((".yaml", ".yml")) else f"{choice}.yaml"
                 several = isinstance(name, list)
-                yield _Base(f"{path}/{file}", under, "" if several else words[-1].lstrip("/"), "optional" not in words)
+                yield _Base(
+                    f"{path}/{file}",
+                    under,
+                    "" if several else words[-1].lstrip("/"),
+                    "optional" not in words,
+                )
 
 
 def _read(

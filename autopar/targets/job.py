@@ -279,6 +279,7 @@ class Job:
             self.layout,
             micro_batch=micro_batch or self.layout.micro_batch,
             global_batch=global_batch or self.layout.global_batch,
+            accumulation=1 if global_batch else self.layout.accumulation,
         )
         others = tuple(other.with_batches(micro_batch, global_batch) for other in self.others)
         return replace(self, layout=layout, others=others)

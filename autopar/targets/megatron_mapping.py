@@ -149,7 +149,11 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
         found = _of_slime(values) | found
     if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
         found |= _of_verl(values)
-    if ("model" in values or "load" in values) and {"tuner_type", "packing", "split_dataset_ratio"} & set(values):
+    if ("model" in values or "load" in values) and {
+        "tuner_type",
+        "packing",
+        "split_dataset_ratio",
+    } & set(values):
         found = SWIFT | found
     if values.get("framework") == "megatron":
         found = {"bf16": "true"} | found
@@ -169,7 +173,8 @@ SWIFT = {
 }
 """Defaults of `megatron sft` of ms-swift."""
 _IN_BF16 = re.compile(
-    r"qwen[-_]?(1\.5|2|3)|qwq|llama[-_]?[234]|deepseek|mistral|mixtral|gemma|glm-?4|internlm|phi-?[34]|kimi|moonlight|minimax|gpt-?oss", re.I
+    r"qwen[-_]?(1\.5|2|3)|qwq|llama[-_]?[234]|deepseek|mistral|mixtral|gemma|glm-?4|internlm|phi-?[34]|kimi|moonlight|minimax|gpt-?oss",
+    re.I,
 )
 """Names of public models whose config.json says bfloat16."""
 

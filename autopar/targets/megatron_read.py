@@ -47,7 +47,23 @@ def looks_like_megatron(source: Source) -> bool:
     texts = [source.read_file(name) for name in ends if name]
     text = re.sub(r"[-_]+", "_", "\n".join([source.text, *filter(None, texts)]))
     text = re.sub(r"(?<![A-Za-z0-9])_", "", text)
-    return sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS) >= 2
+    marks = sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS)
+    return marks >= 2 or _bases_look_like_megatron(source)
+
+
+def _bases_look_like_megatron(source: Source) -> bool:
+    """Whether a YAML file extends others with Megatron's options, or says that Megatron runs it."""
+    name, text = source.name.lower(), source.text
+    if not name.endswith((".yaml", ".yml")) or not re.search(r"^(defaults|extends):", text, re.M):
+        return False
+    if re.search(r"^\s+backend:\s*megatron\s*$", text, re.MULTILINE):  # of FlagScale
+        return True
+    try:
+        data, _ = extended_mapping(source)
+    except AutoparError:
+        return False
+    names = {path.rpartition(".")[2] for path in flat(data)}
+    return sum(mark in names for mark in _MARKS) >= 2
 
 
 def read_megatron(source: Source, over: bool = False) -> Job:
@@ -86,7 +102,11 @@ def job_of_mapping(data: Mapping[str, object], missing: Iterable[str] = ()) -> J
     values, findings = options_by_name(data, _MARKS)
     values.pop("data_parallel_size", None)  # it follows from the devices: this one is of inference
     known = [mark for mark in _MARKS if mark in values]
-    if "train_micro_batch_size" in values and len(known) < 2 and "dtensor_cfg" in str(data)[:100_000]:
+    if (
+        "train_micro_batch_size" in values
+        and len(known) < 2
+        and "dtensor_cfg" in str(data)[:100_000]
+    ):
         raise AutoparError(
             "this is a job of NeMo-RL with DTensor, which autopar does not read; it reads one with megatron_cfg"
         )
@@ -124,19 +144,19 @@ def _of_script(source: Source) -> Job:
                 # verl's own configurations hold its defaults, which are known
                 named = () if any(path.startswith("actor_rollout_ref") for path in paths) else words
                 data, more = named_configurations(named, source)
-                missing = ALL if more or script.unread else ()
-                job = job_of_mapping({**flat(data), **paths}, missing)
+                bases = ALL if more or script.unread else ()
+                job = job_of_mapping({**flat(data), **paths}, bases)
                 return _with(job, [*more, *unread_files(script)])
         words = _from_variables(script)
         if _marks(words) < 2:
-            missing = (
+            absent = (
                 f"; it reads {', '.join(script.unread)}, which are not beside it"
                 if script.unread
                 else ""
             )
             ends = f"; it ends with the exit in line {script.stops}" if script.stops else ""
             raise AutoparError(
-                f"no job: no command of {source.name} has two options of Megatron-LM{missing}{ends}"
+                f"no job: no command of {source.name} has two options of Megatron-LM{absent}{ends}"
             )
         findings.append(
             Finding(
@@ -147,20 +167,7 @@ def _of_script(source: Source) -> Job:
         words = _joined_layout(script, best, findings)
         _check_that_it_trains(words, source.name)
     options = options_of(words)
-    missing: tuple[str, ...] = ALL if script.unread else ()
-    for word in words:
-        if (
-            not is_known(word)
-            and not word.startswith("--")
-            and not word.endswith(".py")
-            and word == word.strip()
-            and word not in options.values()
-        ):
-            told = _loose(word, options)
-            findings += told
-            # what a branch of the script sets is read with each branch
-            unset = "under a condition" not in shown_value(word)
-            missing = ALL if unset and any(f.kind == "unknown" for f in told) else missing
+    missing = (ALL if script.unread else ()) + _loose_words(words, options, findings)
     findings += unread_files(script)
     findings += [Finding("note", note) for note in script.notes if _matters(note)]
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
@@ -274,6 +281,22 @@ def _matters(note: str) -> bool:
         )
         is not None
     )
+
+
+def _loose_words(
+    words: Iterable[str], options: Mapping[str, str], findings: list[Finding]
+) -> tuple[str, ...]:
+    """The options that words may hold which are not known, with a finding for each such word."""
+    missing: tuple[str, ...] = ()
+    for word in words:
+        plain = not word.startswith("--") and not word.endswith(".py") and word == word.strip()
+        if not is_known(word) and plain and word not in options.values():
+            told = _loose(word, options)
+            findings += told
+            # what a branch of the script sets is read with each branch
+            unset = "under a condition" not in shown_value(word)
+            missing = ALL if unset and any(f.kind == "unknown" for f in told) else missing
+    return missing
 
 
 def _loose(word: str, options: Mapping[str, str]) -> list[Finding]:

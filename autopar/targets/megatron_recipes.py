@@ -49,7 +49,9 @@ _ASIDE = re.compile(
 )
 """Parts about other things than the model, its layout and its batches."""
 _OF_DATA = ("seq_length", "sequence_length", "micro_batch_size", "global_batch_size")
-_ORDER = ("comm_overlap", "mixed_precision", "plugins", "model", "strategy", "ddp", "train", "optimizer", "optim", "dataset", "data")  # fmt: skip
+_ORDER = tuple(
+    "comm_overlap mixed_precision plugins model strategy ddp train optimizer optim dataset data".split()
+)
 """Parts by whose value counts if several set an option, the first before the others."""
 _PARTS = {
     "model": (*LAYOUT, *COMPUTE, *SHAPE, "seq_length"),
@@ -119,7 +121,9 @@ def recipe_options(settings: Settings) -> RecipeOptions:
     said: dict[str, str] = {}
     for path in paths:
         name = _name_of(path)
-        if name and (name not in said or (is_none(found.values[name]) and path not in settings.weak)):
+        if name and (
+            name not in said or (is_none(found.values[name]) and path not in settings.weak)
+        ):
             said[name], found.values[name] = path, settings.values[path]
     _add_precision(settings, found)
     found.values.setdefault("use_distributed_optimizer", "true")
@@ -132,7 +136,9 @@ def recipe_options(settings: Settings) -> RecipeOptions:
         if "unset" in settings.choices[said[name]]:
             found.choices[name] = (*choices, "none")
         found.values[name] = next((t for t in reversed(choices)), found.values[name])
-    doubted = {name: settings.doubted[path] for name, path in said.items() if path in settings.doubted}
+    doubted = {
+        name: settings.doubted[path] for name, path in said.items() if path in settings.doubted
+    }
     open_names = [*doubted]
     for path, names in _open_parts(settings).items():
         open_names += unstated(names, set(found.values) - {"use_distributed_optimizer"} if path else found.values)  # fmt: skip
@@ -159,7 +165,7 @@ def _add_precision(settings: Settings, found: RecipeOptions) -> None:
         if re.fullmatch(r"[\w-]*(bf16|fp16)[\w-]*", name):
             for option, value in precision_record(name).fields.items():
                 found.values.setdefault(option, text_of(value))
-    # NeMo's plugin of precision, and overrides of it
+    # NeMo's plugin of precision
     if "bf16-mixed" in found.values.get("precision", ""):
         found.values.setdefault("bf16", "true")
 

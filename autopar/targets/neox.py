@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from autopar.errors import AutoparError
 from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.arguments import Arguments, flat_texts, read_mapping
 from autopar.targets.extended import merged
@@ -46,7 +47,9 @@ def _reads(source: Source) -> bool:
     text = source.text
     yaml = source.name.lower().endswith((".yml", ".yaml", ".json"))
     marks = r"^\s*[\"']?(pipe|model)[-_]parallel[-_]size[\"']?\s*:"
-    sizes = re.search(r"train_micro_batch_size_per_gpu|num[-_]attention[-_]heads|\"?data_impl", text)
+    sizes = re.search(
+        r"train_micro_batch_size_per_gpu|num[-_]attention[-_]heads|\"?data_impl", text
+    )
     return yaml and bool(re.search(marks, text, re.MULTILINE)) and bool(sizes)
 
 
@@ -54,14 +57,21 @@ def read(source: Source) -> Job:
     """The job of a configuration. GPT-NeoX merges several files, so that one alone may lack values.
     Raises AutoparError if it is none.
     """
-    data = {name.replace("-", "_"): value for name, value in read_mapping(source.text, source.name).items()}
+    data = {
+        name.replace("-", "_"): value
+        for name, value in read_mapping(source.text, source.name).items()
+    }
     values = flat_texts(merged({}, data))
+    if {"pipe_parallel_size", "model_parallel_size", MICRO, "hidden_size"}.isdisjoint(values):
+        raise AutoparError(f"no job: {source.name} has no options of GPT-NeoX")
     job = _job_of(Arguments(values))
     args = Arguments(values)
     _job_of(args)
     missing = unstated(_lacking(values), values)
     if missing:
-        what = f"{', '.join(missing)} do not stand in the file: another file of the job may set them"
+        what = (
+            f"{', '.join(missing)} do not stand in the file: another file of the job may set them"
+        )
         job = replace(job, findings=(*job.findings, Finding("unknown", what, legal=("give one file with all of them",))))  # fmt: skip
 
     def again(options: Mapping[str, str]) -> Job:
@@ -76,7 +86,11 @@ def _lacking(values: Mapping[str, str]) -> list[str]:
     lacking = [MICRO] if MICRO not in values and len(batches) < 2 else []
     if not {"precision", "fp16.enabled", "bf16.enabled", "fp16.fp16"} & set(values):
         lacking.append("precision")
-    return lacking + ([f"{_Z}stage"] if "hidden_size" in values and f"{_Z}stage" not in values and _Z not in str(values) else [])
+    return lacking + (
+        [f"{_Z}stage"]
+        if "hidden_size" in values and f"{_Z}stage" not in values and _Z not in str(values)
+        else []
+    )
 
 
 def _job_of(args: Arguments) -> Job:
@@ -184,15 +198,19 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     by, found = job.layout, list[Finding]()
     if gpus % (by.tp * by.pp):
         what = f"{gpus} devices are no multiple of pipe_parallel_size {by.pp} x model_parallel_size {by.tp}"
-        legal = tuple(f"model_parallel_size: {d}" for d in divisors_near(max(1, gpus // by.pp), by.tp))
+        legal = tuple(
+            f"model_parallel_size: {d}" for d in divisors_near(max(1, gpus // by.pp), by.tp)
+        )
         found.append(Finding("refused", what, "(global_num_gpus / pp_size) / mp_size must be a whole number", legal))  # fmt: skip
         return found
     rows, batch = by.micro_batch * by.dp_on(gpus), by.global_batch
     steps = job.flags.get(STEPS, "")
-    if batch and (batch % rows or (steps.isdigit() and MICRO in job.flags and batch != rows * int(steps))):
+    if batch and (
+        batch % rows or (steps.isdigit() and MICRO in job.flags and batch != rows * int(steps))
+    ):
         legal = tuple(f"{BATCH}: {n}" for n in multiples_near(rows, batch))
         found.append(Finding("refused", f"{BATCH} {batch} is not {by.micro_batch} x {steps or 'steps'} x {by.dp_on(gpus)}",
-                             "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size",
+                             "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size",
                              legal))  # fmt: skip
     found += head_findings(job, "num_attention_heads must be divisible by model_parallel_size", "model_parallel_size:")  # fmt: skip
     if by.pp > 1 and by.zero > 1:
@@ -226,9 +244,13 @@ def config_of(job: Job) -> dict[str, Any]:
     """The options of a layout. Raises NotExpressible if GPT-NeoX cannot run it."""
     by, lacking = job.layout, []
     if by.cp * by.ep * by.vpp > 1:
-        lacking.append(f"cp={by.cp} ep={by.ep} with {by.vpp} stages a rank: the nearest is one of each")
+        lacking.append(
+            f"cp={by.cp} ep={by.ep} with {by.vpp} stages a rank: the nearest is one of each"
+        )
     if by.recompute not in ("none", "full") or by.recompute_layers:
-        lacking.append(f"recompute {by.recompute}: the nearest is checkpoint_activations (all layers)")
+        lacking.append(
+            f"recompute {by.recompute}: the nearest is checkpoint_activations (all layers)"
+        )
     if by.schedule not in ("none", "1f1b"):
         lacking.append(f"schedule {by.schedule}: the nearest is 1f1b")
     if by.copies > 1 or by.order:
@@ -236,7 +258,9 @@ def config_of(job: Job) -> dict[str, Any]:
     if by.offload == "parameters":
         lacking.append("parameters in host memory: the nearest is the optimizer's state there")
     if len(set(by.stages)) > 1:
-        lacking.append(f"stages of {'-'.join(map(str, by.stages))} layers: it shares them out evenly")
+        lacking.append(
+            f"stages of {'-'.join(map(str, by.stages))} layers: it shares them out evenly"
+        )
     if lacking:
         raise NotExpressible(f"GPT-NeoX cannot say {'; '.join(lacking)}")
     gpus = job.gpus or by.tp * by.pp

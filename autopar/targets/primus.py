@@ -1,4 +1,4 @@
-"""Primus: a YAML file that names a framework, presets of it and of a model, and what overrides them."""
+"""Primus: a YAML file that names a framework, its presets, a model, and what overrides them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import flat_texts, is_none, read_mapping
+from autopar.targets.arguments import flat, is_none, read_mapping
 from autopar.targets.bridge import job_over_recipe
 from autopar.targets.extended import extended_file, merged
 from autopar.targets.job import Finding, Job
@@ -16,16 +16,35 @@ from autopar.targets.target import Source
 from autopar.targets.torchtitan_read import EVERY, Options, job_of_options
 from autopar.targets.unknown import ALL, SHAPE
 
-_PLACES = ("{name}", "primus/configs/{kind}/{framework}/{name}", "configs/{kind}/{framework}/{name}")
+_PLACES = (
+    "{name}",
+    "primus/configs/{kind}/{framework}/{name}",
+    "configs/{kind}/{framework}/{name}",
+)
 """Where a preset lies: beside the file, or in the package."""
-_SECTIONS = ("model", "training", "parallelism", "activation_checkpoint", "compile", "optimizer", "quantize", "experimental", "job", "float8")
+_SECTIONS = (
+    "model",
+    "training",
+    "parallelism",
+    "activation_checkpoint",
+    "compile",
+    "optimizer",
+    "quantize",
+    "experimental",
+    "job",
+    "float8",
+)
 """Sections of torchtitan that stand in an override."""
 
 
 def reads(source: Source) -> bool:
     """Whether a file is one of Primus: modules, each with its framework."""
     yaml = source.name.lower().endswith((".yaml", ".yml"))
-    return yaml and bool(re.search(r"^modules:", source.text, re.M)) and bool(re.search(r"^\s+framework:", source.text, re.M))
+    return (
+        yaml
+        and bool(re.search(r"^modules:", source.text, re.M))
+        and bool(re.search(r"^\s+framework:", source.text, re.M))
+    )
 
 
 def read(source: Source) -> Job:
@@ -53,7 +72,10 @@ def read(source: Source) -> Job:
     values = merged(values, own if isinstance(own, Mapping) else {})
     if framework == "torchtitan":
         return _of_torchtitan(values, findings, bool(absent))
-    missing = (*((n for n in ALL if n not in SHAPE) if "modules" in absent else ()), *(SHAPE if "models" in absent else ()))
+    missing = (
+        *((n for n in ALL if n not in SHAPE) if "modules" in absent else ()),
+        *(SHAPE if "models" in absent else ()),
+    )
     if framework == "megatron_bridge":
         return job_over_recipe(values, findings)
     values.setdefault("framework", "megatron")
@@ -86,8 +108,8 @@ def _preset(
 def _of_torchtitan(values: Mapping[str, object], findings: list[Finding], absent: bool) -> Job:
     """The job of torchtitan's sections."""
     found = {
-        path: text
-        for path, text in flat_texts(values).items()
-        if path.partition(".")[0] in _SECTIONS and not is_none(text)
+        path: str(value)
+        for path, value in flat(values).items()
+        if path.partition(".")[0] in _SECTIONS and value is not None
     }
     return job_of_options(Options(found, list(EVERY) if absent else [], {}, findings))

@@ -129,4 +129,8 @@ def computed(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         raise NotComputed
     if isinstance(value, int) and abs(value) > 10**30:
         raise NotComputed
-    return list(value) if isinstance(value, type({}.items()) | type({}.keys()) | type({}.values())) else value
+    return (
+        list(value)
+        if isinstance(value, type({}.items()) | type({}.keys()) | type({}.values()))
+        else value
+    )

@@ -1,5 +1,5 @@
-"""Calls of a Python file that is read: functions and classes of the files are followed, what
-libraries are known to return is written down, and what is neither is not known.
+"""Calls of a Python file that is read. Functions and classes of the files are followed. What libraries
+are known to return is written down, and any other value is not known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ LIBRARIES = frozenset(
     "numpy omegaconf hydra yaml wandb tyro simple_parsing huggingface_hub bitsandbytes unsloth nemo_automodel verl".split()
 ) | set(sys.stdlib_module_names)
 """Modules that do not belong to a job."""
-_STAND = re.compile(r"(.*\.)?(AutoBridge|model_registry|get_model_spec|default_\w*(config|log|resume)|MockDataModule)(\..*)?")
+_STAND = re.compile(
+    r"(.*\.)?(AutoBridge|model_registry|get_model_spec|default_\w*(config|log|resume)|MockDataModule)(\..*)?"
+)
 """Functions that are not followed: they read models, or set nothing of weight."""
 _HARMLESS = re.compile(
     r"(.*\.)?(print|pprint|pretrain|finetune|train|fit|main|run|validate|vars|asdict|dump|dumps|save\w*|info|debug|warning|"
@@ -40,7 +42,12 @@ _HARMLESS = re.compile(
 )
 """Functions that leave the configurations that they get as they are."""
 _PRECISION = re.compile(r"\w*(bf16|fp16)\w*mixed\w*|bf16_with_\w+|fp16_with_\w+")
-_FP8 = {"current": "tensorwise", "subchannel": "blockwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
+_FP8 = {
+    "current": "tensorwise",
+    "subchannel": "blockwise",
+    "blockwise": "blockwise",
+    "mxfp8": "mxfp8",
+}
 
 
 class Returned(Exception):
@@ -53,7 +60,7 @@ class Returned(Exception):
 def precision_record(name: str) -> Record:
     """The mixed precision that a name such as `bf16_with_fp8_current_scaling_mixed` says."""
     plain = name.replace("-", "_")
-    found: dict[str, Any] = {"fp16" if plain.startswith("fp16") else "bf16": True}
+    found: dict[str, Any] = {"fp16" if plain.startswith("fp16") else "bf16": True, "fp8": None}
     if "fp8" in plain:
         recipe = next((recipe for word, recipe in _FP8.items() if word in plain), "delayed")
         found |= {"fp8": "hybrid", "fp8_recipe": recipe}
@@ -116,7 +123,12 @@ class Calls(Expressions):
                 return options if name == "parse_args" else (options, [])
             elif name in ("add_argument_group", "add_mutually_exclusive_group", "copy"):
                 return holder
-            elif name in ("to_megatron_provider", "get_model_config", "from_hf_pretrained", "from_hf_config"):
+            elif name in (
+                "to_megatron_provider",
+                "get_model_config",
+                "from_hf_pretrained",
+                "from_hf_config",
+            ):
                 return Record("provider", dict(holder.fields), level=self.unsure)
         missing = holder.missing if isinstance(holder, Record) else ""
         fields = {str(n): arg for n, arg in enumerate(args)} | named
@@ -152,7 +164,11 @@ class Calls(Expressions):
                 return Record(name, missing=name)
         if _PRECISION.fullmatch(name):
             return precision_record(name)
-        if name in ("get_mixed_precision_config", "_perf_precision") and args and isinstance(args[0], str):
+        if (
+            name in ("get_mixed_precision_config", "_perf_precision")
+            and args
+            and isinstance(args[0], str)
+        ):
             return precision_record(args[0])
         fields = {str(n): arg for n, arg in enumerate(args)} | given
         if _STAND.fullmatch(path) or (name[:1].isupper() and not named.ours):
@@ -189,7 +205,11 @@ class Calls(Expressions):
         """The value that a function of the files returns."""
         if self.depth >= MOST_DEPTH:
             return Record("", missing="calls that are nested too deep")
-        scope: dict[str, Any] = {"@outer": function.scope, "@level": self.unsure, "@class": function.cls}
+        scope: dict[str, Any] = {
+            "@outer": function.scope,
+            "@level": self.unsure,
+            "@class": function.cls,
+        }
         scope |= self.bound(function, args, {**function.bound, **named})
         if isinstance(function.node, ast.Lambda):
             return self.value(function.node.body, scope, function.module)
@@ -210,7 +230,9 @@ class Calls(Expressions):
         same = all(value is values[-1] for value in values)
         return values[-1] if same else Choice(tuple(values))
 
-    def bound(self, function: Function, args: list[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    def bound(
+        self, function: Function, args: list[Any], named: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The arguments of a call by name. One that is not given is not known."""
         of = function.node.args
         names = [a.arg for a in (*of.posonlyargs, *of.args)]
@@ -272,7 +294,9 @@ def _replaced(reader: Calls, args: list[Any], named: dict[str, Any]) -> Any:
     value = reader.likely(args[0]) if args else None
     if not isinstance(value, Record):
         return Record("replace", dict(named), missing="dataclasses.replace")
-    copied = Record(value.kind, dict(value.fields), value.missing, reader.unsure, value.weak, value.cls)
+    copied = Record(
+        value.kind, dict(value.fields), value.missing, reader.unsure, value.weak, value.cls
+    )
     copied.fields |= named
     return reader.made(copied)
 
@@ -345,7 +369,14 @@ def _has(reader: Calls, args: list[Any], named: dict[str, Any]) -> Any:
 def _is_instance(reader: Calls, args: list[Any], named: dict[str, Any]) -> Any:
     """Whether a value is of a class of Python itself, or of the files."""
     value, cls = [*args, None, None][:2]
-    types: dict[str, type] = {"str": str, "int": int, "dict": dict, "list": list, "bool": bool, "float": float}
+    types: dict[str, type] = {
+        "str": str,
+        "int": int,
+        "dict": dict,
+        "list": list,
+        "bool": bool,
+        "float": float,
+    }
     if isinstance(cls, Named) and cls.path in types:
         if isinstance(value, Record) and (value.cls or value.fields) and not value.missing:
             return False

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from autopar.errors import AutoparError
 from autopar.targets.python_builtins import (
     CHANGES,
     METHODS,
@@ -16,12 +14,10 @@ from autopar.targets.python_builtins import (
     computed,
     method,
 )
+from autopar.targets.python_names import Names
 from autopar.targets.python_values import (
-    UNSET,
     Choice,
-    Class,
     Function,
-    Later,
     Module,
     Named,
     Record,
@@ -29,71 +25,9 @@ from autopar.targets.python_values import (
     text_of,
 )
 
-MOST_STEPS = 60_000
-"""The most statements and calls that are read."""
 
-
-class Expressions(ABC):
-    """Evaluates expressions in a scope: a mapping of names, with the scope around it as '@outer'."""
-
-    def __init__(self, read_file: Callable[[str], str | None]) -> None:
-        self.read_file = read_file
-        self.modules: dict[str, Module] = {}
-        self.unsure = self.depth = self.steps = 0
-        self.records: list[Record] = []  # in the order in which they are made
-        self.scopes: list[dict[str, Any]] = []  # of the functions that are read
-        self.last: dict[str, Any] = {}  # the names of the function that was read last
-        self.wildcards: list[Named] = []  # `from X import *` of what is not in the files
-        self.notes: list[str] = []
-
-    @abstractmethod
-    def call(self, node: ast.Call, scope: dict[str, Any], module: Module) -> Any: ...
-
-    @abstractmethod
-    def called(self, function: Any, args: list[Any], named: dict[str, Any], text: str) -> Any: ...
-
-    @abstractmethod
-    def imported(self, later: Later) -> Any: ...
-
-    @abstractmethod
-    def load(self, module: Module) -> Module: ...
-
-    @abstractmethod
-    def run(self, body: Sequence[ast.stmt], scope: dict[str, Any], module: Module) -> None: ...
-
-    @abstractmethod
-    def assign(self, target: ast.expr, value: Any, scope: dict[str, Any], module: Module) -> None: ...
-
-    def count(self) -> None:
-        """Counts a step. Raises AutoparError if there are too many."""
-        self.steps += 1
-        if self.steps > MOST_STEPS:
-            raise AutoparError(
-                f"the file takes more than {MOST_STEPS:,} steps to read: give a file with the values"
-            )
-
-    def note(self, text: str, value: Any) -> None:
-        """Notes what is assumed, if a number or a switch rests on it."""
-        if isinstance(value, bool | int) and text not in self.notes:
-            self.notes.append(text)
-
-    def made(self, record: Record) -> Record:
-        """The record, which is new."""
-        self.records.append(record)
-        return record
-
-    def likely(self, value: Any) -> Any:
-        """The most likely one of several values: the last that is an object, or the last."""
-        if not isinstance(value, Choice):
-            return value
-        objects = [item for item in value.values if isinstance(item, Record)]
-        return self.likely((objects or value.values)[-1])
-
-    def plain(self, value: Any) -> Any:
-        """A value with an import followed."""
-        return self.imported(value) if isinstance(value, Later) else value
-
-    # ---------------------------------------------------------------------------------- names
+class Expressions(Names):
+    """Evaluates expressions in a scope."""
 
     def value(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Any:
         """The value of an expression."""
@@ -102,35 +36,13 @@ class Expressions(ABC):
             case ast.Constant():
                 return node.value if is_certain(node.value) else text_of(str(node.value))
             case ast.Name():
-                return self._name(node.id, scope, module)
+                return self.name(node.id, scope, module)
             case ast.Attribute():
                 return self.field(self.value(node.value, scope, module), node.attr)
             case ast.Call():
                 return self.call(node, scope, module)
-            case ast.List() | ast.Tuple() | ast.Set():
-                items = self._items(node.elts, scope, module)
-                return tuple(items) if isinstance(node, ast.Tuple) else items
-            case ast.Dict():
-                return self._mapping(node, scope, module)
             case ast.Subscript():
                 return self._element(node, scope, module)
-            case ast.BinOp():
-                return self._operated(type(node.op).__name__, [node.left, node.right], scope, module)
-            case ast.Compare():
-                return self._compared(node, scope, module)
-            case ast.BoolOp():
-                return self._joined(node, scope, module)
-            case ast.UnaryOp():
-                return self._turned(node, scope, module)
-            case ast.IfExp():
-                truth = self.truth(node.test, scope, module)
-                sides = [node.body] if truth else [node.orelse] if truth is False else [node.body, node.orelse]
-                values = [self.value(side, scope, module) for side in sides]
-                return values[0] if len(values) == 1 else Choice((values[1], values[0]))
-            case ast.JoinedStr():
-                return self._text(node, scope, module)
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                return self._comprehended(node, scope, module)
             case ast.Lambda():
                 return Function(node, module, scope)
             case ast.NamedExpr():
@@ -139,97 +51,43 @@ class Expressions(ABC):
                 return value
             case ast.Await() | ast.Starred():
                 return self.value(node.value, scope, module)
+            case ast.JoinedStr():
+                return self._text(node, scope, module)
+            case ast.List() | ast.Tuple() | ast.Set():
+                items = self._items(node.elts, scope, module)
+                return tuple(items) if isinstance(node, ast.Tuple) else items
+            case ast.Dict():
+                return self._mapping(node, scope, module)
+        return self._operation(node, scope, module)
+
+    def _operation(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Any:
+        """The value of an operator, a condition or a comprehension."""
+        match node:
+            case ast.BinOp():
+                return self._operated(
+                    type(node.op).__name__, [node.left, node.right], scope, module
+                )
+            case ast.Compare():
+                return self._compared(node, scope, module)
+            case ast.BoolOp():
+                return self._joined(node, scope, module)
+            case ast.UnaryOp():
+                return self._turned(node, scope, module)
+            case ast.IfExp():
+                truth = self.truth(node.test, scope, module)
+                both = [node.orelse, node.body]
+                sides = both if truth is None else [both[truth]]
+                values = tuple(self.value(side, scope, module) for side in sides)
+                return values[0] if len(values) == 1 else Choice(values)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return self._comprehended(node, scope, module)
         return Record("", missing=ast.unparse(node)[:60])
-
-    def _name(self, name: str, scope: dict[str, Any], module: Module) -> Any:
-        around: Any = scope
-        while isinstance(around, dict):
-            if name in around:
-                value = around[name]
-                if isinstance(value, Later):
-                    value = around[name] = self.imported(value)
-                return value
-            around = around.get("@outer")
-        if name in module.names:
-            return self.plain(module.names[name])
-        if self.wildcards and not name.startswith("_") and name not in dir(__builtins__):
-            return Named(f"{self.wildcards[-1].path}.{name}", True)
-        return Named(name)
-
-    def field(self, holder: Any, name: str) -> Any:
-        """The value of a field, or of a name of a module."""
-        holder = self.likely(holder)
-        match holder:
-            case Module():
-                value = self.load(holder).names.get(name, UNSET)
-                if value is UNSET:
-                    return self.imported(Later(f"{holder.path}", name, holder.file)) if holder.file.endswith("__init__.py") else Named(f"{holder.path}.{name}")  # fmt: skip
-                return self.plain(value)
-            case Named():
-                return Named(f"{holder.path}.{name}", holder.ours)
-            case Class():
-                value = holder.find(name)
-                return self.plain(value) if value is not UNSET else Named(f"{holder.name}.{name}")
-            case Record():
-                return self._of_record(holder, name)
-        return Record(name, level=self.unsure)
-
-    def _of_record(self, holder: Record, name: str) -> Any:
-        if name in holder.fields:
-            return self.plain(holder.fields[name])
-        value = holder.cls.find(name) if holder.cls is not None else UNSET
-        if isinstance(value, Function):
-            bound = Function(value.node, value.module, value.scope, holder, value.cls)
-            decorators = getattr(value.node, "decorator_list", [])
-            names = [ast.unparse(decorator) for decorator in decorators]
-            if "staticmethod" in names:
-                return value
-            return self.called(bound, [], {}, name) if "property" in names else bound
-        if value is not UNSET:
-            return self.plain(value)
-        holder.fields[name] = Record(name, missing=holder.missing, level=holder.level)
-        return holder.fields[name]
-
-    def set_field(self, holder: Any, name: str, value: Any) -> None:
-        """Sets a field of a configuration."""
-        holder = self.likely(holder)
-        if isinstance(holder, Class):
-            holder.body[name] = value
-        if isinstance(holder, Record):
-            holder.weak -= {name}
-            self.put(holder.fields, name, value, holder.level)
-
-    def put(self, names: dict[Any, Any], name: Any, value: Any, level: int | None = None) -> None:
-        """Sets a name. Under a condition that is not known, the value is one of two."""
-        level = names.get("@level", 0) if level is None else level
-        old = names.get(name, UNSET)
-        if self.unsure <= level or old is value or (is_certain(value) and old == value and type(old) is type(value)):  # fmt: skip
-            names[name] = value
-            return
-        before = old.values if isinstance(old, Choice) else (old,)
-        names[name] = Choice((*before, value)) if len(before) < 20 else value
 
     # ------------------------------------------------------------------------------ expressions
 
     def truth(self, node: ast.expr, scope: dict[str, Any], module: Module) -> bool | None:
         """Whether a condition holds; None if the files do not tell."""
         return self.truth_of(self.value(node, scope, module))
-
-    def truth_of(self, value: Any) -> bool | None:
-        """Whether a value counts as true; None if the files do not tell."""
-        match value:
-            case Choice():
-                found = {self.truth_of(item) for item in value.values}
-                return found.pop() if len(found) == 1 and not value.why else None
-            case Record():
-                return None if value.missing or not (value.cls or value.fields) else True
-            case Named():
-                return False if value.path.endswith("TYPE_CHECKING") else None
-            case Function() | Class() | Module():
-                return True
-            case None | bool() | int() | float() | str() | list() | tuple() | dict() | set():
-                return bool(value)
-        return None
 
     def _items(self, nodes: Sequence[ast.expr], scope: dict[str, Any], module: Module) -> list[Any]:
         found: list[Any] = []
@@ -272,7 +130,7 @@ class Expressions(ABC):
         if isinstance(holder, list | tuple | str) and isinstance(key, int) and -len(holder) <= key < len(holder):  # fmt: skip
             return holder[key]
         if isinstance(holder, Record) and isinstance(key, str):
-            return self._of_record(holder, key)
+            return self.of_record(holder, key)
         if isinstance(holder, Named) and not is_certain(key):
             return holder  # such as list[int]
         if isinstance(holder, dict) and holder and not is_certain(key):
@@ -288,7 +146,9 @@ class Expressions(ABC):
     def operated(self, name: str, values: list[Any], text: str) -> Any:
         """The value of an operator on two values."""
         lists = all(isinstance(value, list | tuple | dict | str) for value in values)
-        if name in OPERATORS and (all(map(is_certain, values)) or (lists and name in ("Add", "BitOr"))):
+        if name in OPERATORS and (
+            all(map(is_certain, values)) or (lists and name in ("Add", "BitOr"))
+        ):
             try:
                 return computed(OPERATORS[name], *values)
             except NotComputed:
@@ -304,7 +164,11 @@ class Expressions(ABC):
             if name in ("Is", "IsNot"):
                 same = self._is(left, right)
                 truths.append(same if same is None or name == "Is" else not same)
-            elif name in ("In", "NotIn") and isinstance(right, dict | list | tuple) and is_certain(left):
+            elif (
+                name in ("In", "NotIn")
+                and isinstance(right, dict | list | tuple)
+                and is_certain(left)
+            ):
                 whole = isinstance(right, dict) or is_certain(right)
                 truths.append((left in right) == (name == "In") if whole else None)
             else:
@@ -334,7 +198,11 @@ class Expressions(ABC):
             truth = self.truth_of(value)
             last = number == len(node.values) - 1
             if truth is decides or (last and not open_values):
-                return value if not open_values or not decides and truth is False else Choice((*open_values, value))
+                return (
+                    value
+                    if not open_values or (not decides and truth is False)
+                    else Choice((*open_values, value))
+                )
             if truth is None or (last and open_values):
                 open_values.append(value)
         return Choice(tuple(open_values)) if len(open_values) > 1 else open_values[0]
@@ -354,7 +222,9 @@ class Expressions(ABC):
             if isinstance(part, ast.FormattedValue):
                 value = self.value(part.value, scope, module)
                 plain = is_certain(value) and part.format_spec is None
-                parts.append(text_of(value if plain else Record("", missing=ast.unparse(part)[:60])))
+                parts.append(
+                    text_of(value if plain else Record("", missing=ast.unparse(part)[:60]))
+                )
             elif isinstance(part, ast.Constant):
                 parts.append(str(part.value))
         return "".join(parts)[:20_000]
@@ -368,7 +238,9 @@ class Expressions(ABC):
             if not generators:
                 self.count()
                 if isinstance(node, ast.DictComp):
-                    rows.append((self.value(node.key, inner, module), self.value(node.value, inner, module)))
+                    rows.append(
+                        (self.value(node.key, inner, module), self.value(node.value, inner, module))
+                    )
                 else:
                     rows.append(self.value(node.elt, inner, module))
                 return True
@@ -435,28 +307,11 @@ class Expressions(ABC):
         if name == "get" and isinstance(holder, dict) and args and not is_certain(args[0]):
             return Choice(tuple(holder.values())) if holder else unknown
         certain = all(map(is_certain, [*args, *named.values()])) and (is_certain(holder) or not isinstance(holder, str))  # fmt: skip
-        if name not in METHODS or not (certain or name in ("get", "items", "keys", "values", "copy")):
+        if name not in METHODS or not (
+            certain or name in ("get", "items", "keys", "values", "copy")
+        ):
             return unknown
         try:
             return method(holder, name, args, named)
         except NotComputed:
             return unknown
-
-    def copied(self, value: Any, seen: dict[int, Any] | None = None) -> Any:
-        """A deep copy of a value."""
-        seen = {} if seen is None else seen
-        if id(value) in seen:
-            return seen[id(value)]
-        self.count()
-        if isinstance(value, Record):
-            copy = Record(value.kind, {}, value.missing, self.unsure, value.weak, value.cls)
-            seen[id(value)] = self.made(copy)
-            copy.fields |= {name: self.copied(inner, seen) for name, inner in value.fields.items()}
-            return copy
-        if isinstance(value, dict):
-            seen[id(value)] = found = dict[Any, Any]()
-            found |= {name: self.copied(inner, seen) for name, inner in value.items()}
-            return found
-        if isinstance(value, list):
-            return [self.copied(inner, seen) for inner in value]
-        return value

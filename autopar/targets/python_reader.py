@@ -94,6 +94,12 @@ class PythonReader(Calls):
             self._statement(statement, scope, module)
 
     def _statement(self, node: ast.stmt, scope: dict[str, Any], module: Module) -> None:
+        for reads in (self._defines, self._assigns, self._controls, self._leaves):
+            if reads(node, scope, module):
+                return
+
+    def _defines(self, node: ast.stmt, scope: dict[str, Any], module: Module) -> bool:
+        """Reads an import, or the definition of a function or class; False for another statement."""
         match node:
             case ast.Import():
                 for name in node.names:
@@ -106,6 +112,13 @@ class PythonReader(Calls):
                 scope[node.name] = Function(node, module, scope)
             case ast.ClassDef():
                 self._class(node, scope, module)
+            case _:
+                return False
+        return True
+
+    def _assigns(self, node: ast.stmt, scope: dict[str, Any], module: Module) -> bool:
+        """Reads an assignment or an expression; False for another statement."""
+        match node:
             case ast.Assign():
                 value = self.value(node.value, scope, module)
                 for target in node.targets:
@@ -120,9 +133,17 @@ class PythonReader(Calls):
                 self.assign(node.target, value, scope, module)
             case ast.Expr():
                 self.value(node.value, scope, module)
-            case ast.Return():
-                value = None if node.value is None else self.value(node.value, scope, module)
-                self._returns(value, scope)
+            case ast.Delete():
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        scope.pop(target.id, None)
+            case _:
+                return False
+        return True
+
+    def _controls(self, node: ast.stmt, scope: dict[str, Any], module: Module) -> bool:
+        """Reads a branch, a loop or a block; False for another statement."""
+        match node:
             case ast.If():
                 self._if(node.test, node.body, node.orelse, scope, module)
             case ast.For() | ast.AsyncFor():
@@ -140,14 +161,20 @@ class PythonReader(Calls):
                 self.run([*node.body, *node.orelse, *node.finalbody], scope, module)
             case ast.Match():
                 self._match(node, scope, module)
-            case ast.Raise() if not self.unsure:
-                raise Returned(UNSET)
-            case ast.Break() | ast.Continue() if not self.unsure:
-                raise _Left(isinstance(node, ast.Break))
-            case ast.Delete():
-                for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        scope.pop(target.id, None)
+            case _:
+                return False
+        return True
+
+    def _leaves(self, node: ast.stmt, scope: dict[str, Any], module: Module) -> bool:
+        """Leaves a function or a loop, if the statement certainly runs."""
+        if isinstance(node, ast.Return):
+            value = None if node.value is None else self.value(node.value, scope, module)
+            self._returns(value, scope)
+        elif isinstance(node, ast.Raise) and not self.unsure:
+            raise Returned(UNSET)
+        elif isinstance(node, ast.Break | ast.Continue) and not self.unsure:
+            raise _Left(isinstance(node, ast.Break))
+        return True
 
     def _imports(self, node: ast.ImportFrom, scope: dict[str, Any], module: Module) -> None:
         path = "." * node.level + (node.module or "")

@@ -5,6 +5,7 @@ would run, with the files that it imports, and never run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,10 +102,8 @@ def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
     reader = PythonReader(source.read_module)
     module = reader.parsed(source.text, source.name, "__main__")
     reader.modules[source.name] = module
-    try:
+    with suppress(Returned):
         reader.load(module)
-    except Returned:
-        pass
     own = [name for name, value in module.names.items() if isinstance(value, Function)]
     names = own or [n for n, v in module.names.items() if isinstance(v, Later)]
     if source.function:

@@ -19,8 +19,8 @@ class Record:
     Attributes:
         kind: the last name of its class, or of the function that returned it.
         fields: its values by name; an argument without a name has its number.
-        missing: what set other fields of it and is not in the files, such as 'base_config'; '' if
-            the fields that are not here have the framework's defaults.
+        missing: what set other fields and is not in the files, such as 'base_config'; '' if the
+            fields that are not here have the framework's defaults.
         level: how many conditions that are not known there were around the call that made it.
         weak: the fields that are arguments of what is missing, which may use them otherwise.
         cls: its class, if that is in the files.

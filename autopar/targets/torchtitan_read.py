@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -84,7 +84,16 @@ def job_of_options(found: Options) -> Job:
     def read(options: Mapping[str, str]) -> Job:
         return job_of(Arguments(options))
 
-    return with_others(job, read, found.values, names, found.choices)
+    job = with_others(job, read, found.values, names, found.choices)
+    if job.unknown:
+        return job
+    # what a base sets is all said in the file
+    kept = tuple(
+        finding
+        for finding in job.findings
+        if finding not in found.findings or finding.kind != "unknown"
+    )
+    return replace(job, findings=kept)
 
 
 @dataclass(slots=True)
@@ -108,11 +117,22 @@ OF_SECTION = {
             "pipeline_parallel_schedule", "enable_sequence_parallel",
         )
     ],
-    "training": [f"{T}{name}" for name in ("local_batch_size", "global_batch_size", "seq_len", "enable_cpu_offload", "mixed_precision_param")],
+    "training": [
+        f"{T}{name}"
+        for name in (
+            "local_batch_size", "global_batch_size", "seq_len", "enable_cpu_offload", "mixed_precision_param",
+        )
+    ],
     "compile": ["compile.enable"],
 }  # fmt: skip
 """The options of weight of a part of the configuration."""
-EVERY = [*OF_SECTION["parallelism"], *OF_SECTION["training"], *OF_SECTION["compile"], MODE, "model.converters"]
+EVERY = [
+    *OF_SECTION["parallelism"],
+    *OF_SECTION["training"],
+    *OF_SECTION["compile"],
+    MODE,
+    "model.converters",
+]
 """All options of weight."""
 
 

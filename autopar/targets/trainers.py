@@ -45,7 +45,10 @@ def reads(source: Source) -> bool:
     """Whether a file has the batch size of a trainer."""
     text = source.text
     axolotl = re.search(r"^base_model:", text, re.MULTILINE) and "micro_batch_size" in text
-    started = re.search(r"llamafactory-cli train|axolotl(\.cli\.| )train|\btrl (sft|dpo|grpo|kto|reward)|accelerate launch", text)
+    started = re.search(
+        r"llamafactory-cli train|axolotl(\.cli\.| )train|\btrl (sft|dpo|grpo|kto|reward)|accelerate launch",
+        text,
+    )
     return bool(axolotl or started) or "per_device_train_batch_size" in text
 
 
@@ -168,7 +171,9 @@ def _with_file(words: tuple[str, ...], source: Source, findings: list[Finding]) 
     """
     options = options_of(words)
     starts = any(_COMMANDS.search(word) for word in words)
-    files = [word for word in words if re.search(r"\.(ya?ml|json)$", word) and not word.startswith("-")]
+    files = [
+        word for word in words if re.search(r"\.(ya?ml|json)$", word) and not word.startswith("-")
+    ]
     launch = options.get("config_file", "")
     named = [file for file in files if file in (options.get("config"), options.get("recipe"))]
     own = named or [file for file in files if starts and file not in (launch, *options.values())]
@@ -185,7 +190,9 @@ def _with_file(words: tuple[str, ...], source: Source, findings: list[Finding]) 
     return base | {name: value for name, value in options.items() if name != "config"}
 
 
-_COMMANDS = re.compile(r"(^|/)(llamafactory-cli|axolotl|trl|train\.py)$|axolotl\.cli\.train|llamafactory\.")
+_COMMANDS = re.compile(
+    r"(^|/)(llamafactory-cli|axolotl|trl|train\.py)$|axolotl\.cli\.train|llamafactory\."
+)
 """Commands that take a file with the arguments of a trainer."""
 
 
@@ -193,7 +200,7 @@ def _has_micro(values: Mapping[str, str]) -> bool:
     return any(path.rpartition(".")[2] == _MICRO[0] for path in values)
 
 
-_OF_TRL: dict[str, Job | str] = {
+_OF_TRL: dict[str, Job] = {
     **{f"zero{stage}": Job("deepspeed", layout=Layout(zero=stage)) for stage in (1, 2, 3)},
     **{name: Job("accelerate", layout=Layout(zero=3)) for name in ("fsdp1", "fsdp2")},
     **{name: Job("accelerate") for name in ("multi_gpu", "single_gpu")},
@@ -205,9 +212,8 @@ def _engine(args: Arguments, source: Source) -> Job:
     """The job of what shards: DeepSpeed or FSDP, from its file or from the arguments."""
     file = args.text("deepspeed", "deepspeed_config", "ds_config", "dist_config.config_file") or ""
     launch = args.text("config_file", "accelerate_config") or ""
-    launch = _OF_TRL.get(launch, launch)
-    if isinstance(launch, Job):
-        return launch
+    if launch in _OF_TRL:
+        return _OF_TRL[launch]
     for name, read_engine in ((file, deepspeed.read), (launch, accelerate.read)):
         if not re.search(r"\.(json|ya?ml)$", name):
             continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -28,6 +30,7 @@ from autopar.targets.target import (
     even_heads,
     torchrun,
 )
+from autopar.targets.unknown import open_layout, with_others
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
 _NEUTRAL = re.compile(
@@ -48,6 +51,22 @@ def read(source: Source) -> Job:
     """
     values = _of_call(source) if "DistributedConfig(" in source.text else _of_json(source)
     args = Arguments(values)
+    job = _job_of(args)
+    if args.open:
+        job = replace(job, gpus=None)
+    args.find("unknown", "the micro-batch stands in the training script, not in DistributedConfig",
+              legal=("give --micro-batch",))  # fmt: skip
+    job = replace(job, findings=tuple(args.findings))
+
+    def again(options: Mapping[str, str]) -> Job:
+        return replace(_job_of(Arguments(options)), gpus=None)
+
+    job = with_others(job, again, values, sorted(args.open))
+    return open_layout(job, micro_batch=(2, 8), accumulation=(4, 16))
+
+
+def _job_of(args: Arguments) -> Job:
+    """The job of the arguments of a `DistributedConfig`."""
     sizes = {name: args.whole(name) or 1 for name in _SIZES}
     fsdp, replicas = sizes["fsdp_size"], sizes["dp_replicate_size"]
     tp, pp = sizes["tp_size"], sizes["pp_size"]

@@ -34,7 +34,16 @@ SHAPE = (
     "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers", "gated_linear_unit",
     "share_embeddings_and_output_weights", "position_embedding_type", "multi_latent_attention",
 )  # fmt: skip
-ALL = (*LAYOUT, *BATCHES, *SHARDING, *PRECISION, *OPTIMIZER, *COMPUTE, *SHAPE, "seq_length")
+ALL: tuple[str, ...] = (
+    *LAYOUT,
+    *BATCHES,
+    *SHARDING,
+    *PRECISION,
+    *OPTIMIZER,
+    *COMPUTE,
+    *SHAPE,
+    "seq_length",
+)
 """Options of Megatron-LM that move time or memory, by what sets them."""
 
 _SIZES = ("1", "2", "3", "4", "8")
@@ -54,6 +63,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "overlap_param_gather": _SWITCH,
     "bf16": _SWITCH,
     "fp16": _SWITCH,
+    "precision": ("fp32", "fp16", "bfloat16"),
     "fp8": ("none", "hybrid"),
     "fp8_format": ("none", "hybrid"),
     "grad_reduce_in_fp32": _SWITCH,
@@ -167,7 +177,8 @@ def with_others(
         {name: value}
         for name in names
         for value in chosen.get(name) or VALUES.get(name.rpartition(".")[2], _DEGREES)
-        if options.get(name) != value and not (is_none(value) and is_none(options.get(name, "none")))
+        if options.get(name) != value
+        and not (is_none(value) and is_none(options.get(name, "none")))
     ]
     changes += [joined for joined in map(dict, _JOINED) if len(set(joined) & set(names)) > 1
                 and all(name in names or options.get(name) == v for name, v in joined.items())]  # fmt: skip

@@ -105,7 +105,9 @@ def search_groups(
         state=state,
         refiner=refiner,
         sharing=Sharing(
-            state=state, team=Team(state.progress, stuck_s=patience_s(state.limits.time_s)), cells=numbers
+            state=state,
+            team=Team(state.progress, stuck_s=patience_s(state.limits.time_s)),
+            cells=numbers,
         ),
         members=[[number] for number in numbers],
         order=numbers,
