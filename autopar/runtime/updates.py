@@ -27,6 +27,7 @@ from autopar.runtime.state.optimizers import is_elementwise, make_optimizer, ste
 from autopar.runtime.state.precision import LossScale
 from autopar.runtime.state.user_changes import UserChanges, check_masters
 
+_OF_WEIGHTS = ("save", "load", "set", "load_state_dict", "average")
 _DOING = {"save": "while saving", "load": "while loading", "export": "while exporting"}
 
 
@@ -123,12 +124,23 @@ class Updates(Durable):
         """A context for a method that every rank calls: it waits for the call of all ranks."""
         with lost_ranks(_DOING.get(method, f"in {method}")):
             self.batches.meet(self._call(method))
+            if method in _OF_WEIGHTS:
+                self._check_own_weights(method)
             self._publish_changed()
             yield
 
     def _note_masters(self) -> None:
         self._versions = [one.master._version for one in self.parameters.trained.values()]
         self._modes_changed = False
+
+    def _check_own_weights(self, method: str) -> None:
+        """Raise AutoparError inside of `averaged()`, where `method` would mistake averages for the
+        weights.
+        """
+        if self.averages is not None and self.averages.active:
+            raise AutoparError(
+                f"engine.averaged() has put averages in place of the weights: leave its block before engine.{method}"
+            )
 
     def _masters_changed(self) -> bool:
         """Whether masters were written into since graphs last read them: by a mode of the optimizer,
@@ -162,10 +174,8 @@ class Updates(Durable):
             raise AutoparError(
                 "all parameters are frozen, so that a step has nothing to train: engine.unfreeze some; eval_step runs the model"
             )
-        if trains and self.averages is not None and self.averages.active:
-            raise AutoparError(
-                "engine.averaged() has put averages in place of the weights: leave its block before the next step"
-            )
+        if trains:
+            self._check_own_weights("step")
 
     # ------------------------------------------------------------------------------------------------------------- the update
 

@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from autopar.runtime.checkpoint.optimizer_state import (
     state_values,
 )
 from autopar.runtime.checkpoint.source import CheckpointSource
-from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks
+from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks, say
 from autopar.runtime.ranks.process_groups import file_group
 from autopar.runtime.state.pieces import Pieces, read_pieces, tensors_in, write_pieces
 
@@ -152,6 +153,7 @@ class Checkpoints:
         def collect() -> dict[str, Pieces]:
             state = state_tensors(self.engine.optimizer, held)
             found = {_model(name): part.pieces() for name, part in held.items()}
+            found |= self._averages()
             return found | {
                 _optimizer(name, key): pieces
                 for name, keys in state.items()
@@ -161,6 +163,17 @@ class Checkpoints:
         found: dict[str, Pieces] = {}
         from_all(self.group, lambda: found.update(collect()))
         return found
+
+    def _averages(self) -> dict[str, Pieces]:
+        """This rank's pieces of averaged weights, by name in the checkpoint."""
+        averages = self.engine.averages
+        if averages is None:
+            return {}
+        return {
+            _average(name): replace(part, tensor=averages.values[name]).pieces()
+            for name, part in self.engine.held().items()
+            if name in averages.values
+        }
 
     def _state(self, extra: Extra) -> bytes:
         """The content of state.pt on rank 0, which writes it; empty on the others."""
@@ -186,6 +199,7 @@ class Checkpoints:
             if engine.loss_scale.dynamic
             else None,
             "extra": extras,
+            "averages": None if engine.averages is None else engine.averages.updates,
         }
         packed: list[bytes] = []
         from_first(self.group, lambda: packed.append(_packed(state)))
@@ -260,7 +274,7 @@ class Checkpoints:
         engine, held = self.engine, self.engine.held()
         saved: dict[str, tuple[int, ...]] = {}
         state: dict[str, Any] = {}
-        tensors = {_model(name): part.pieces() for name, part in held.items()}
+        tensors = {_model(name): part.pieces() for name, part in held.items()} | self._averages()
         options: list[dict[str, Any]] = []
 
         def prepare() -> None:
@@ -268,6 +282,7 @@ class Checkpoints:
             state.update(_saved_state(found.path))
             _check_model(engine.saved_shapes(), _names(saved, "model"), found)
             _check_extra(extra, state["extra"], found)
+            _check_averages(tensors, saved, found)
             if optimizer:
                 options.extend(
                     matching_options(group_options(engine.optimizer, held), state["groups"])
@@ -301,6 +316,12 @@ class Checkpoints:
         if engine.loss_scale.dynamic and state["loss_scale"] is not None:
             engine.loss_scale.scale, engine.loss_scale.good_steps = state["loss_scale"]
         engine.steps, engine.seed = found.header["steps"], found.header["seed"]
+        if engine.averages is not None:
+            engine.averages.updates = state["averages"]
+        elif _names(saved, "average"):
+            say(
+                "the checkpoint has averages of the weights, which are left out: engine.average(...) before engine.load takes them"
+            )
         if _rank() < len(state["random"]):
             _set_random_state(engine.device, state["random"][_rank()])
         for name, value in extra.items():
@@ -313,6 +334,10 @@ def _rank() -> int:
 
 def _model(name: str) -> str:
     return f"model/{name}"
+
+
+def _average(name: str) -> str:
+    return f"average/{name}"
 
 
 def _optimizer(name: str, key: str) -> str:
@@ -385,6 +410,17 @@ def _check_extra(extra: Extra, saved: dict[str, Any], found: Found) -> None:
             raise AutoparError(
                 f"{found.path} has no extra {shown(name)}; it has {', '.join(saved) or 'none'}"
             )
+
+
+def _check_averages(
+    tensors: Mapping[str, Pieces], saved: Mapping[str, tuple[int, ...]], found: Found
+) -> None:
+    lost = [name for name in tensors if name.startswith("average/") and name not in saved]
+    if lost:
+        raise AutoparError(
+            f"{found.path} has no averages of {_names(dict.fromkeys(lost, ()), 'average').popitem()[0]}, which this engine keeps: load it "
+            "before engine.average(...), which then begins with the loaded weights"
+        )
 
 
 def _check_named(extra: Any) -> None:

@@ -21,6 +21,7 @@ class CheckpointSource(Protocol):
     seed: int
     loss_scale: Any
     parameters: Any
+    averages: Any
 
     def held(self) -> Mapping[str, Held]:
         """This rank's parts of parameters (masters if trained) and persistent buffers, by name."""
