@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -358,7 +360,9 @@ def test_buffers_that_one_micro_batch_changes_for_the_next(loss, reason):
     if reason:
         with pytest.raises(autopar.AutoparError, match=f"{reason}.*Pin micro_batch=4"):
             make(2)
-    engine, optimizer = make(4 if reason else 1), sgd(model.parameters())
+    engine = make(4 if reason else 1)
+    model = copy.deepcopy(model)
+    optimizer = sgd(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
         expected = model(**batch)
