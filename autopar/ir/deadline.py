@@ -12,6 +12,10 @@ SEARCH_LEAST = 0.5
 """The fraction of the limit that searches have at least, however long capturing the model took."""
 
 
+def _now_s() -> float:
+    return time.perf_counter()
+
+
 @dataclass(frozen=True, slots=True)
 class Deadline:
     """The end of the time of a command: `limit_s` seconds after `start_s`, by `clock`.
@@ -23,14 +27,14 @@ class Deadline:
     start_s: float
     limit_s: float
     captured_s: float = 0.0
-    clock: Callable[[], float] = field(default=time.perf_counter, compare=False)
+    clock: Callable[[], float] = field(default=_now_s, compare=False)
 
     def __post_init__(self) -> None:
         if not self.limit_s > 0 or self.captured_s < 0:
             raise AutoparError(f"a time limit of {shown(self.limit_s)} s must be above 0")
 
     @staticmethod
-    def after(limit_s: float, clock: Callable[[], float] = time.perf_counter) -> Deadline:
+    def after(limit_s: float, clock: Callable[[], float] = _now_s) -> Deadline:
         """The deadline `limit_s` seconds from now; infinity is none."""
         return Deadline(clock(), limit_s, clock=clock)
 

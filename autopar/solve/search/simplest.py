@@ -77,20 +77,22 @@ class Preference:
         simplest = self._simplest(found, groups, candidates)
         if simplest.best is None or not self.crosses(simplest.best[0].mesh):
             return simplest
-        return self._inside(found, groups, candidates) or simplest
+        inner = [group for group in groups if not self.crosses(candidates[group[0]].mesh)]
+        if not self.crosses(found.best[0].mesh):
+            return self._simplest(found, inner, candidates)
+        return self._inside(found, inner, candidates) or simplest
 
     def _inside(
         self,
         found: SearchResult,
-        groups: Sequence[Sequence[int]],
+        inner: Sequence[Sequence[int]],
         candidates: Sequence[Candidate],
     ) -> SearchResult | None:
-        """The result with the simplest plan whose tensor parallelism stays inside nodes, as for
-        `chosen`. None if no such plan was found within `INSIDE` of the fastest.
+        """The result with the simplest plan of the groups `inner`, whose tensor parallelism stays
+        inside nodes. None if no such plan was found within `INSIDE` of the fastest.
         """
         assert found.best is not None
         limit_s = (1 + INSIDE) * found.best[1].time_s
-        inner = [group for group in groups if not self.crosses(candidates[group[0]].mesh)]
         near = [
             (bound_s, parts_of([candidates[number] for number in group]))
             for group in _as_simple(inner, candidates)

@@ -1,0 +1,119 @@
+"""After the end of the time no more work begins, at whatever point of a command it ends.
+
+The clock stands still until a given number of steps (models annotated, candidates bounded or
+solved) were begun. Then the time is over. So no test depends on the speed of a machine.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from math import inf
+
+import pytest
+
+from autopar import api
+from autopar.annotate.annotator import Annotator
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.deadline import Deadline
+from autopar.models import parse_model
+from autopar.planning.searches import Searches
+from autopar.request.pins import Pins
+from autopar.request.plan_request import PlanRequest
+from autopar.solve.search.restaging import Restager
+from autopar.solve.search.uniform_solver import UniformSolver
+
+STEPS = ((UniformSolver, "raise_bounds"), (UniformSolver, "solve"), (UniformSolver, "narrow"),
+         (Restager, "likely_s"), (Annotator, "annotate"))  # fmt: skip
+MODEL = "llama:layers=4,hidden=256,heads=8,kv_heads=4,ffn=704,vocab=512,seq=128"
+LIMIT_S = 100.0
+
+
+class Clock:
+    """A clock that stands still until `last` steps were begun, and then is far beyond any limit."""
+
+    def __init__(self, last: float) -> None:
+        self.last, self.steps = last, 0
+
+    def __call__(self) -> float:
+        return 1e9 if self.steps >= self.last else 0.0
+
+
+@cache
+def traced():
+    return api.trace_spec(parse_model(MODEL), 128)
+
+
+def planned(monkeypatch, last: float, **asked):
+    """(the plan or None, how many steps were begun), if the time is over after `last` steps."""
+    clock = Clock(last)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", clock)
+        for kind, name in STEPS:
+            real = getattr(kind, name)
+
+            def counted(*args, real=real):
+                clock.steps += 1
+                return real(*args)
+
+            patch.setattr(kind, name, counted)
+        cluster = ClusterSpec.parse("dgx-h100:2").kept_free()
+        request = PlanRequest(cluster, 32, Pins(), "bf16", False, "m", **asked)
+        try:
+            return api.plan_traced(traced(), request, LIMIT_S, processes=1), clock.steps
+        except NoPlanFits as error:
+            assert error.is_cut and "raise the time limit" in str(error)
+            return None, clock.steps
+
+
+def test_a_plan_is_the_best_so_far_wherever_the_time_ends(monkeypatch):
+    """Simpler plans, runners-up and the layout on all memory are among the steps."""
+    asked = {"tolerance": 0.02, "runners_up": True}
+    whole, steps = planned(monkeypatch, inf, **asked)
+    assert whole is not None and whole.certificate.gap <= 1e-3 and steps > 60
+    best_s, found = whole.certificate.bound_s, 0
+    for last in (1, 3, *range(8, steps, max(steps // 5, 1))):
+        plan, begun = planned(monkeypatch, last, **asked)
+        assert begun <= last + 8, (last, begun, steps)
+        if plan is None:
+            continue
+        proof = plan.certificate
+        found += 1
+        assert proof.bound_s <= best_s * (1 + 1e-6)
+        assert proof.fastest_s >= whole.certificate.bound_s * (1 - 1e-6)
+        cut = [entry for entry in proof.runners_up if entry["cut"]]
+        assert cut or last > steps // 2
+    assert found >= 3
+
+
+def test_what_follows_a_capture_has_half_of_the_limit():
+    now = [100.0]
+    deadline = Deadline.after(10.0, lambda: now[0])
+    assert (deadline.at_s, deadline.left_s, deadline.is_over) == (110.0, 10.0, False)
+    now[0] = 104.0
+    assert deadline.captured(4.0).left_s == 6.0
+    now[0] = 130.0
+    late = deadline.captured(30.0)
+    assert deadline.is_over and late.left_s == 5.0 and late.at_s == 100.0 + 10.0 / 2 + 30.0
+    assert late.captured(2.0).at_s == 137.0
+    with pytest.raises(AutoparError, match="must be above 0"):
+        Deadline.after(0.0)
+
+
+def test_searches_share_what_is_left():
+    now = [0.0]
+    searches = Searches(Deadline.after(12.0, lambda: now[0]), 3)
+    assert searches.next_s() == 4.0
+    now[0] = 1.0  # the first took less: others have more
+    assert searches.next_s() == 5.5
+    now[0] = 8.0
+    assert searches.next_s() == 4.0 and searches.next_s(0.5) == 2.0  # more than were said
+    now[0] = 12.0
+    with pytest.raises(NoPlanFits, match="time limit of 12 s was over") as error:
+        searches.next_s()
+    assert error.value.is_cut and not error.value.proven
+    searches.deadline = searches.deadline.captured(9.0)
+    now[0] = 20.0
+    with pytest.raises(NoPlanFits, match=r"took 9.0 s of it; a limit of 24 s"):
+        searches.next_s()
