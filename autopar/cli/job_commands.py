@@ -18,6 +18,16 @@ NO_VERDICT = 3
 """The exit code of `check` if no verdict can be given."""
 FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
 ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
+MICRO_BATCH = click.option(
+    "--micro-batch",
+    type=options.POSITIVE,
+    help="Sequences of a micro-batch, if the file does not say them.",
+)
+GLOBAL_BATCH = click.option(
+    "--global-batch",
+    type=options.POSITIVE,
+    help="Sequences per step, if the file does not say them.",
+)
 
 
 @click.command(cls=options.Command)
@@ -35,16 +45,8 @@ ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 @click.option(
     "--seq", type=options.POSITIVE, help="Tokens per sequence, if the file does not say them."
 )
-@click.option(
-    "--micro-batch",
-    type=options.POSITIVE,
-    help="Sequences of a micro-batch, if the file does not say them.",
-)
-@click.option(
-    "--global-batch",
-    type=options.POSITIVE,
-    help="Sequences per step, if the file does not say them.",
-)
+@MICRO_BATCH
+@GLOBAL_BATCH
 @click.option(
     "--measured",
     metavar="8.1s",
@@ -156,20 +158,30 @@ def export(
 @ARGUMENTS
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
 @FRAMEWORK
+@MICRO_BATCH
+@GLOBAL_BATCH
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
 def convert(
-    file: str, args: tuple[str, ...], target: str, framework: str | None, output: str | None
+    file: str,
+    args: tuple[str, ...],
+    target: str,
+    framework: str | None,
+    micro_batch: int | None,
+    global_batch: int | None,
+    output: str | None,
 ) -> None:
     """Write a job FILE of one framework in the words of another, and say what is lost. ARGS are the
     arguments that a script is started with.
     \u000c
     `file` is its path and `args` are texts. `target` is the framework to write for, `framework` that
-    of the file (None: told by its form), and `output` a path to write to (None: stdout).
+    of the file (None: told by its form), and `output` a path to write to (None: stdout). The
+    batches, in sequences, replace those of the file where they are given.
     """
     from autopar.jobs.export import convert as converted
     from autopar.targets.registry import read_job
 
-    _print(converted(read_job(file, framework, args or None), target), output)
+    job = read_job(file, framework, args or None).with_batches(micro_batch, global_batch)
+    _print(converted(job, target), output)
 
 
 def _print(written: Exported, output: str | None) -> None:

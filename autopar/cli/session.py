@@ -124,7 +124,7 @@ class Planner:
             from autopar.runtime.state.precision import captured_in
 
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
-            # what is imported for the first capture counts as a part of it
+            # the first capture includes its imports
             start = time.perf_counter() if self._traced else self.deadline.start_s
             self._traced[seq] = api.trace_spec(
                 self.spec, seq, captured_in(self.request.precision, self.request.runnable)

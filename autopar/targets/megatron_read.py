@@ -149,15 +149,7 @@ def _of_script(source: Source) -> Job:
                 return _with(job, [*more, *unread_files(script)])
         words = _from_variables(script)
         if _marks(words) < 2:
-            absent = (
-                f"; it reads {', '.join(script.unread)}, which are not beside it"
-                if script.unread
-                else ""
-            )
-            ends = f"; it ends with the exit in line {script.stops}" if script.stops else ""
-            raise AutoparError(
-                f"no job: no command of {source.name} has two options of Megatron-LM{absent}{ends}"
-            )
+            raise _no_command(script, source.name)
         findings.append(
             Finding(
                 "note", "no command with the options was found: all variables with options are read"
@@ -184,17 +176,35 @@ def _of_script(source: Source) -> Job:
     findings += told
     missing = unstated(missing, options)
     if swift:
-        precision, known = swift_precision(options)
-        options |= precision
-        if not known:
-            what = "the precision is that of the checkpoint, which the file does not tell"
-            findings.append(Finding("unknown", what, legal=("give --bf16 true in the options",)))
-            missing = (*missing, "bf16")
+        missing += _add_precision(options, findings)
     if any(finding.kind == "unknown" for finding in told):
         missing = (*missing, "zero_stage", "cpu_optimizer")
     job = job_of(options, missing=missing)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
+
+
+def _no_command(script: Script, name: str) -> AutoparError:
+    """The error for a script in which no command has options of Megatron-LM."""
+    unread = ", ".join(script.unread)
+    absent = f"; it reads {unread}, which are not beside it" if unread else ""
+    ends = f"; it ends with the exit in line {script.stops}" if script.stops else ""
+    return AutoparError(
+        f"no job: no command of {name} has two options of Megatron-LM{absent}{ends}"
+    )
+
+
+def _add_precision(options: dict[str, str], findings: list[Finding]) -> tuple[str, ...]:
+    """Adds the precision of a job of ms-swift to its options. Returns the option that says it if the
+    file does not tell it, with a finding.
+    """
+    precision, known = swift_precision(options)
+    options |= precision
+    if known:
+        return ()
+    what = "the precision is that of the checkpoint, which the file does not tell"
+    findings.append(Finding("unknown", what, legal=("give --bf16 true in the options",)))
+    return ("bf16",)
 
 
 def _check_that_it_trains(words: Iterable[str], name: str) -> None:

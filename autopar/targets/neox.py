@@ -227,7 +227,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
 
     return Restriction(
         "GPT-NeoX",
-        {"cp": 1, "ep": 1},
+        {"cp": 1, "ep": 1, "sequence_parallel": True},
         ("none", "full"),
         ("1f1b",),
         {"cp": NO_CONTEXT, "ep": NO_EXPERTS, "vpp": ONE_STAGE, "zero": Only((0, 1, 2, 3), "has ZeRO"), "offload": OFFLOADS_OPTIMIZER},

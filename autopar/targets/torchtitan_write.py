@@ -58,7 +58,8 @@ def flags_of(job: Job) -> dict[str, str]:
         found[f"{T}disable_cuda_graphs"] = "True"
     found["activation-checkpoint"] = _POLICIES[by.recompute]
     found |= {f"{T}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
-    return found | {"compile.enable": str(bool(job.facts.compile))}
+    compiled = job.facts.compile
+    return found if compiled is None else found | {"compile.enable": str(compiled)}
 
 
 def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:

@@ -165,7 +165,13 @@ def test_targets_that_a_message_proposes_can_run_the_pins(traced) -> None:
     with pytest.raises(AutoparError) as caught:
         within(traced, SPEC, "accelerate", **pin)
     named = str(caught.value).partition("of other targets, ")[2].partition(" can run")[0]
-    assert set(named.split(", ")) == {"transformers", "torchtitan", "bridge", "megatron"}
+    assert set(named.split(", ")) == {
+        "transformers",
+        "torchtitan",
+        "gpt-neox",
+        "bridge",
+        "megatron",
+    }
     for name in named.split(", "):
         assert planned(traced, name, **pin).mesh.pp == 2
 

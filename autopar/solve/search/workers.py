@@ -26,8 +26,8 @@ best opened by one process.
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 _STUCK_S, _STUCK_SHARE, _STUCK_LEAST_S = 60.0, 0.1, 1.0
-"""Helpers have this share of the time limit after its end: at most so many seconds (the first), and
-at least the third.
+"""When a busy helper counts as stuck: the most seconds after the end of the time limit, the share
+of the limit, and the fewest seconds.
 """
 
 
