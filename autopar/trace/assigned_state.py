@@ -34,6 +34,7 @@ from autopar.trace.registered_tensors import (
     refuse_shared,
     registered_now,
     requires_text,
+    same_module,
     storage_of,
 )
 from autopar.trace.user_lines import line_now
@@ -255,7 +256,7 @@ class AssignedState(TorchFunctionMode):
         for path, (module, children) in self._modules.items():
             for key in {*children, *module._modules}:
                 before, after = children.get(key), module._modules.get(key)
-                if before is not after and any(map(has_tensors, (before, after))):
+                if not same_module(before, after) and any(map(has_tensors, (before, after))):
                     raise AutoparError(
                         f"forward {'adds' if before is None else 'replaces'} module {joined(path, key)!r}, whose tensors no optimizer "
                         "and no checkpoint would know: make all modules in __init__, and choose among them in forward"

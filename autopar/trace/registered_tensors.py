@@ -65,6 +65,15 @@ def has_tensors(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in (*module.parameters(), *module.buffers()))
 
 
+def same_module(one: nn.Module | None, other: nn.Module | None) -> bool:
+    """Whether two are the same module. torch.export stands proxies, which share the attributes of a
+    module, for the children of modules that have several paths.
+    """
+    if one is None or other is None:
+        return one is other
+    return vars(one) is vars(other)
+
+
 def difference_of(before: Tensor, after: Tensor) -> str:
     """Text that says in what a new value differs from the tensor before; '' if it fits."""
     if tuple(map(str, before.shape)) != tuple(map(str, after.shape)):
