@@ -126,7 +126,7 @@ def test_every_field_with_every_odd_value_is_refused_or_says_the_same(kind):
 @pytest.mark.parametrize("kind", every(2, PINS))
 def test_every_field_may_not_be_missing(kind):
     data = data_of(kind)
-    optional = FREE | {"offload", "shard", "order", "micro_batch_mean", "fusion"}
+    optional = FREE | {"offload", "shard", "order", "micro_batch_mean", "fusion", "tp_inside"}
     for path in places(data):
         if path and isinstance(path[-1], str) and path[0] != "format_version":
             refusal = outcome(edited(data, path, lambda where, key: where.pop(key)))

@@ -175,7 +175,7 @@ def test_the_model_and_the_length_may_come_from_outside(tmp_path: Path) -> None:
     path.write_text(
         "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
     )
-    job = autopar.read_job(path)
+    job = autopar.read_job(path).with_batches(1, 8)
     assert "give --seq" in job.check("h100:8", advise=False).why_not
     assert "give --model" in job.check("h100:8", seq=128, advise=False).why_not
     found = job.check("h100:8", model="llama-tiny", seq=64, advise=False)

@@ -5,6 +5,7 @@ axis.
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -179,5 +180,8 @@ def file_group() -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
     if _file_group[0] is not dist.group.WORLD:
+        # the end of an old gloo group may wait for its threads without end: not here
+        old = [_file_group]
         _file_group = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit()))
+        threading.Thread(target=old.clear, daemon=True).start()
     return _file_group[1]
