@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.errors import AutoparError
 from autopar.runtime.state.pieces import local_part
 from autopar.runtime.state.reach import rebound
 
@@ -122,13 +123,28 @@ def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the signature of the optimizer's step requires an argument."""
-    arguments = inspect.signature(type(optimizer).step).parameters.values()
-    needed = [
+    return bool(_needed(optimizer))
+
+
+def _needed(optimizer: torch.optim.Optimizer) -> list[inspect.Parameter]:
+    """The arguments that the optimizer's step requires."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()  # without self
+    return [
         one
         for one in arguments
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
-    return len(needed) > 1  # the first is self
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise AutoparError if the optimizer's step requires more than a closure."""
+    needed = _needed(optimizer)
+    named = [one.name for one in needed if one.kind is one.KEYWORD_ONLY]
+    if more := [*named, *(one.name for one in needed[1:])]:
+        raise AutoparError(
+            f"{type(optimizer).__name__}.step needs {more[0]}: a step is called with a closure at most; use an optimizer that steps on "
+            "gradients alone, such as AdamW"
+        )
 
 
 def _fails_without_gradients(

@@ -27,7 +27,7 @@ from autopar.runtime.ranks.agreement import from_all, say
 from autopar.runtime.ranks.process_groups import file_group
 from autopar.runtime.state.factories import Factory, built, keep, replaced
 from autopar.runtime.state.holding import HOST
-from autopar.runtime.state.optimizer_trials import Habits, habits_of, needs_closure
+from autopar.runtime.state.optimizer_trials import Habits, check_step, habits_of, needs_closure
 
 if TYPE_CHECKING:
     from autopar.runtime.state.parameters import Parameters
@@ -184,6 +184,7 @@ def _built(
         if spec.trainable
     }
     made = built(factory, trained)
+    check_step(made.optimizer)
     _check_options(made.optimizer, device)
     return Updating(made.optimizer, made.groups, made.hooks)
 
