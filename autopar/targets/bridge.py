@@ -119,6 +119,8 @@ def _reads(source: Source) -> bool:
         return True
     if source.name.endswith(".py"):
         return _RECIPES.search(source.text) is not None
+    if re.search(r"run_recipe\.py", source.text) and re.search(r"--recipe\b", source.text):
+        return not source.name.endswith(".py")
     paths = re.findall(r"(?<![\w.])\+{0,2}(model|train|ddp)\.\w+\s*=", source.text)
     blocks = re.findall(r"^(model|train|ddp|comm_overlap):", source.text, re.MULTILINE)
     return ("tensor_model_parallel_size" in source.text) and (
@@ -136,11 +138,16 @@ def read(source: Source) -> Job:
         return each(read_megatron(source), _of_recipe)
     if source.name.endswith((".yaml", ".yml")):
         return _of_yaml(source)
-    words = [word for command, _ in source.script().commands for word in command]
+    script = source.script()
+    words = [word for command, _ in script.commands for word in command]
+    # overrides in a variable that a nested shell expands
+    words += [
+        word for text in script.variables.values() if isinstance(text, str) for word in text.split()
+    ]
     found = [_OVERRIDE.fullmatch(word) for word in words]
     values = {match[1]: match[2] for match in found if match} | _launcher(words)
-    if not any("tensor_model_parallel_size" in path for path in values):
-        raise AutoparError(f"no job: {source.name} does not set tensor_model_parallel_size")
+    if not any("." in path for path in values):
+        raise AutoparError(f"no job: no command of {source.name} overrides a recipe")
     options: dict[str, str] = {}
     for path, value in values.items():
         name = path.rpartition(".")[2]

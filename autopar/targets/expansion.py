@@ -74,6 +74,7 @@ class Script:
         assumed: which branch is taken at a test or `case` that the file does not decide, by its
             place; 1 is that of a test that holds.
         undecided: the number of branches at each other such place.
+        doubtful: the variables that a file may have changed which is not there.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -85,6 +86,7 @@ class Script:
     stops: int = 0
     assumed: Mapping[Place, int] = field(default_factory=dict)
     undecided: dict[Place, int] = field(default_factory=dict)
+    doubtful: set[str] = field(default_factory=set)
 
     def branch(self, place: Place, branches: int) -> int | None:
         """The branch that is assumed at a place; None if none is, which is noted."""

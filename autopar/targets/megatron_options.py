@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from autopar.targets.arguments import Arguments, is_false, is_none
-from autopar.targets.job import Facts, Job, Layout, ModelShape
+from autopar.targets.job import Facts, Job, Layout, ModelShape, Unmodelled
 from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
 from autopar.targets.target import vocabulary_of
 from autopar.targets.unknown import SHAPE, with_others
@@ -114,9 +115,18 @@ def _job_of(args: Arguments, resolved: bool) -> Job:
     args.read.update(name for name in args.values if name.startswith("env_"))
     devices = {"gpus": gpus, "gpus_per_node": per_node}
     neutral = None if resolved else NEUTRAL
-    return args.job(
-        "megatron", neutral, shape=shape, layout=layout, seq=seq, facts=facts, **devices
-    )
+    job = args.job("megatron", neutral, shape=shape, layout=layout, seq=seq, facts=facts, **devices)
+    return replace(job, unmodelled=_several_meshes(args))
+
+
+def _several_meshes(args: Arguments) -> tuple[Unmodelled, ...]:
+    """The part that no price counts if the meshes of a pipeline differ in tp, cp, ep or dp."""
+    text = args.values.get("hetero_process_meshes", "") if args.flag("enable_hetero") else ""
+    sizes = re.findall(r"\d{1,4}", text)
+    meshes = {tuple(sizes[at : at + 4]) for at in range(0, len(sizes) - 4, 5)}
+    what = "stages with other degrees of tp, cp, ep or dp than the first"
+    option = f"hetero_process_meshes={text[:60]}"
+    return (Unmodelled(what, option, place="instead"),) if len(meshes) > 1 else ()
 
 
 def _shape(args: Arguments, resolved: bool) -> ModelShape:
@@ -259,6 +269,8 @@ def _vocabulary(args: Arguments) -> int:
 def _layout(args: Arguments, shape: ModelShape) -> Layout:
     tp = args.whole("tensor_model_parallel_size") or 1
     pp = args.whole("pipeline_model_parallel_size") or 1
+    if args.flag("enable_hetero"):
+        return _layout_of_meshes(args)
     vpp, stages = _stages(args, shape, pp)
     recompute, recompute_layers = _recompute(args)
     dp = args.whole("data_parallel_size")
@@ -295,6 +307,38 @@ def _layout(args: Arguments, shape: ModelShape) -> Layout:
         order="dp-pp" if args.flag("use_tp_pp_dp_mapping") else "",
         group=0 if group == pp else group,
     )
+
+
+def _layout_of_meshes(args: Arguments) -> Layout:
+    """The layout of FlagScale's pipeline over several meshes of devices, each with its own tp, cp,
+    ep, dp and pp.
+    """
+    split = re.findall(r"\d{1,4}", args.text("hetero_pipeline_layer_split") or "")
+    sizes = [int(n) for n in re.findall(r"\d{1,4}", args.text("hetero_process_meshes") or "")]
+    meshes = [sizes[at : at + 5] for at in range(0, len(sizes) - 4, 5)]
+    kinds = set((args.text("hetero_device_types") or "").split())
+    args.text("hetero_current_device_type")
+    others = {name: value for name, value in args.values.items() if not name.startswith(("enable_hetero", "hetero_"))}  # fmt: skip
+    plain = Arguments(others, args.findings)
+    if not meshes:
+        args.find("unknown", "hetero_process_meshes does not say the meshes of the pipeline")
+        meshes = [[1, 1, 1, 1, 1]]
+    tp, cp, ep, dp, _ = meshes[0]
+    pp = sum(mesh[4] for mesh in meshes)
+    plain.values |= {
+        "tensor_model_parallel_size": str(tp), "context_parallel_size": str(cp),
+        "expert_model_parallel_size": str(ep), "pipeline_model_parallel_size": str(pp), "data_parallel_size": str(dp),
+    }  # fmt: skip
+    by = _layout(plain, _shape(plain, False))
+    args.read |= plain.read
+    args.open |= plain.open
+    if len(kinds) > 1:
+        args.find(
+            "note",
+            f"the stages lie on {', '.join(sorted(kinds))}: priced on the devices of --cluster",
+        )
+    stages = tuple(map(int, split)) if len(split) == pp else ()
+    return replace(by, stages=stages)
 
 
 def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int, ...]]:
@@ -424,7 +468,9 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
         fp8 = "hybrid" if args.flag("fp8_hybrid") or args.flag("fp8_e4m3") else ""
     recipe = args.text("fp8_recipe")
     narrow = args.flag("grad_reduce_in_bf16")
-    wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")
+    # Megatron-LM accumulates in fp32 under bf16 also where its option is off
+    wide = args.flag("grad_reduce_in_fp32")
+    wide = args.flag("accumulate_allreduce_grads_in_fp32") or wide
     grads = "bf16" if narrow or wide is False else "fp32" if wide or narrow is False else None
     fusion = (
         args.flag("cross_entropy_loss_fusion") and args.text("cross_entropy_fusion_impl") == "te"

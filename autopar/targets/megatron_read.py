@@ -48,7 +48,8 @@ def looks_like_megatron(source: Source) -> bool:
     text = re.sub(r"[-_]+", "_", "\n".join([source.text, *filter(None, texts)]))
     text = re.sub(r"(?<![A-Za-z0-9])_", "", text)
     marks = sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS)
-    return marks >= 2 or _bases_look_like_megatron(source)
+    verl = re.search(r"ppo_megatron_trainer|actor_rollout_ref\.actor\.megatron\.", source.text)
+    return marks >= 2 or verl is not None or _bases_look_like_megatron(source)
 
 
 def _bases_look_like_megatron(source: Source) -> bool:
@@ -110,7 +111,7 @@ def job_of_mapping(data: Mapping[str, object], missing: Iterable[str] = ()) -> J
         raise AutoparError(
             "this is a job of NeMo-RL with DTensor, which autopar does not read; it reads one with megatron_cfg"
         )
-    if len(known) < 2:
+    if len(known) < 2 and "ppo_mini_batch_size" not in values:
         why = "; what it extends is not beside it" if missing else ""
         raise AutoparError(f"no job: the file has fewer than two options of Megatron-LM{why}")
     options = filled_in(values)
@@ -140,11 +141,12 @@ def _of_script(source: Source) -> Job:
     if _marks(launched) < 2:
         for words, _ in script.commands:
             paths = overrides_of(words)
-            if _marks(f"--{path.rpartition('.')[2]}" for path in paths) > 1:
+            of_verl = any(path.startswith("actor_rollout_ref.actor.") for path in paths)
+            if of_verl or _marks(f"--{path.rpartition('.')[2]}" for path in paths) > 1:
                 # verl's own configurations hold its defaults, which are known
                 named = () if any(path.startswith("actor_rollout_ref") for path in paths) else words
                 data, more = named_configurations(named, source)
-                bases = ALL if more or script.unread else ()
+                bases = ALL if more else ()
                 job = job_of_mapping({**flat(data), **paths}, bases)
                 return _with(job, [*more, *unread_files(script)])
         words = _from_variables(script)
@@ -159,7 +161,7 @@ def _of_script(source: Source) -> Job:
         words = _joined_layout(script, best, findings)
         _check_that_it_trains(words, source.name)
     options = options_of(words)
-    missing = (ALL if script.unread else ()) + _loose_words(words, options, findings)
+    missing = _loose_words(words, options, findings)
     findings += unread_files(script)
     findings += [Finding("note", note) for note in script.notes if _matters(note)]
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
@@ -174,7 +176,7 @@ def _of_script(source: Source) -> Job:
     of_file, told = _of_deepspeed(options, script.reader(source.read_file))
     options |= of_file
     findings += told
-    missing = unstated(missing, options)
+    missing = (*unstated(missing, options), *_doubtful(source.text, script, options))
     if swift:
         missing += _add_precision(options, findings)
     if any(finding.kind == "unknown" for finding in told):
@@ -291,6 +293,13 @@ def _matters(note: str) -> bool:
         )
         is not None
     )
+
+
+def _doubtful(text: str, script: Script, options: Mapping[str, str]) -> list[str]:
+    """The options whose values are variables that a file may have changed which is not there."""
+    pairs = re.findall(r"--([\w-]+)(?:=|\s+)[\"']?\$\{?(\w+)", text) if script.doubtful else []
+    names = {option.replace("-", "_") for option, name in pairs if name in script.doubtful}
+    return [name for name in options if name in names]
 
 
 def _loose_words(

@@ -22,6 +22,7 @@ from autopar.targets.unknown import (
     PRECISION,
     SHAPE,
     SHARDING,
+    VALUES,
     unstated,
 )
 
@@ -96,6 +97,8 @@ def _name_of(path: str) -> str:
     parts = block.split(".")
     if _ASIDE.fullmatch(block) or name.isdigit() or name.startswith("@"):
         return ""
+    if path in ("mixed_precision", "env_vars"):  # its options are read by name
+        return ""
     if {"dataset", "data"} & set(parts):
         return {"sequence_length": "seq_length"}.get(name, name) if name in _OF_DATA else ""
     return _ARGUMENTS.get(name, name)
@@ -121,6 +124,8 @@ def recipe_options(settings: Settings) -> RecipeOptions:
     said: dict[str, str] = {}
     for path in paths:
         name = _name_of(path)
+        if not is_known(settings.values[path]) and name not in (*VALUES, *ALL):
+            continue
         if name and (
             name not in said or (is_none(found.values[name]) and path not in settings.weak)
         ):
@@ -172,6 +177,10 @@ def _add_precision(settings: Settings, found: RecipeOptions) -> None:
 
 def _tell(settings: Settings, found: RecipeOptions, doubted: dict[str, str]) -> None:
     """Adds a finding for each thing that sets options and is not in the files."""
+    model = settings.values.get("model.@model", "None")
+    if not is_none(model) and is_known(model):
+        what = f"the model is {model}: give its dimensions with --model"
+        found.findings.append(Finding("note", what))
     open_paths = [path for path in _open_parts(settings) if path in settings.missing]
     names = [settings.missing[path] for path in open_paths]
     names += [settings.missing[""]] if "" in settings.missing else []

@@ -35,22 +35,29 @@ MICRO, STEPS, BATCH = (
     "train_batch_size",
 )
 _Z = "zero_optimization."
+_MARKS = re.compile(r"(pipe|model)[-_]parallel[-_]size|data[-_]impl|checkpoint[-_]factor")
+"""Options of GPT-NeoX that few others have."""
 _COUNTED = re.compile(
     r".*(fp8|quant|bnb|moe|mamba|rwkv|mup|lora|adapter|soft_prompt|attention_config|sparsity|te_|train_impl|partition_activations|"
     r"checkpoint_in_cpu|dpo|kto|rm_|offload).*"
 )
 """Options that change kernels, what is trained or where it is held."""
-_NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|checkpoint_(factor|scale).*|.*_path.*|te_fp8.*")
+_NEUTRAL = re.compile(
+    rf"(?!{_COUNTED.pattern}$).*|checkpoint_(factor|scale).*|.*_path.*|te_fp8.*|warmup|rms_norm.*|norm.*"
+)
 
 
 def _reads(source: Source) -> bool:
     text = source.text
     yaml = source.name.lower().endswith((".yml", ".yaml", ".json"))
-    marks = r"^\s*[\"']?(pipe|model)[-_]parallel[-_]size[\"']?\s*:"
-    sizes = re.search(
-        r"train_micro_batch_size_per_gpu|num[-_]attention[-_]heads|\"?data_impl", text
-    )
-    return yaml and bool(re.search(marks, text, re.MULTILINE)) and bool(sizes)
+    if not yaml or not _MARKS.search(text):
+        return False
+    try:
+        names = {name.replace("-", "_") for name in read_mapping(text, source.name)}
+    except AutoparError:
+        return False
+    own = names & {"pipe_parallel_size", "model_parallel_size", "data_impl", "checkpoint_factor", "lr_decay_style"}  # fmt: skip
+    return len(own) > 1 or (bool(own) and bool(names & {MICRO, "num_attention_heads"}))
 
 
 def read(source: Source) -> Job:
@@ -62,7 +69,9 @@ def read(source: Source) -> Job:
         for name, value in read_mapping(source.text, source.name).items()
     }
     values = flat_texts(merged({}, data))
-    if {"pipe_parallel_size", "model_parallel_size", MICRO, "hidden_size"}.isdisjoint(values):
+    if {"pipe_parallel_size", "model_parallel_size", MICRO, "hidden_size", "data_impl"}.isdisjoint(
+        values
+    ):
         raise AutoparError(f"no job: {source.name} has no options of GPT-NeoX")
     job = _job_of(Arguments(values))
     args = Arguments(values)
@@ -160,18 +169,26 @@ def _shape(args: Arguments) -> ModelShape:
     kind = (args.text("activation", "mlp_type") or "gelu").lower()
     gated = any(word in kind for word in ("swiglu", "geglu", "glu", "llama"))
     args.text("norm")
-    multiple = args.whole("mlp_multiple_of") or 1
     factor = args.number("expansion_factor")
     width = args.whole("intermediate_size") or int((factor or 4) * hidden)
-    if gated and not args.values.get("intermediate_size"):
-        width = int(width * 2 / 3)  # what NeoX keeps of a gated MLP
+    multiple = args.whole("mlp_multiple_of") or 1
+    # a gated MLP keeps a third of the width for its gate, and rounds up after
+    unit = multiple if gated else 2 * multiple
+    width = int(width * 2 / 3) // 2 if gated else width
+    experts = args.whole("moe_num_experts", "num_experts") or 1
+    every = args.whole("moe_expert_interval", "expert_interval") or 1
+    ffn = -(-width // unit) * unit
     return ModelShape(
         layers=args.whole("num_layers") or 0,
         hidden=hidden,
         heads=heads,
         kv_heads=args.whole("num_kv_heads") or heads,
         head_dim=hidden // heads if heads else 0,
-        ffn=-(-width // multiple) * multiple,
+        ffn=ffn,
+        experts=experts if experts > 1 else 0,
+        top_k=(args.whole("moe_top_k") or 1) if experts > 1 else 0,
+        moe_ffn=ffn if experts > 1 else 0,
+        expert_layers="0" * (min(every, 1000) - 1) + "1" if experts > 1 and every > 1 else "",
         vocab=_vocabulary(args),
         gated=gated,
         tied=not args.flag("no_weight_tying"),

@@ -64,6 +64,8 @@ def read(source: Source) -> Job:
     absent: list[str] = []
     for kind, key in (("modules", "config"), ("models", "model")):
         preset = module.get(key)
+        if isinstance(preset, str):  # `${PRIMUS_MODEL:llama3_8B}.yaml`
+            preset = re.sub(r"\$\{\w+:([^{}]*)\}", r"\1", preset)
         if isinstance(preset, str) and not is_none(preset):
             found = _preset(preset, kind, framework, source, findings)
             absent += [] if found is not None else [kind]
@@ -80,7 +82,10 @@ def read(source: Source) -> Job:
         return job_over_recipe(values, findings)
     values.setdefault("framework", "megatron")
     job = job_of_mapping({"modules": {name: {"overrides": values}}}, missing)
-    return replace(job, findings=(*findings, *job.findings))
+    # presets list every option: those that override them are shown
+    names = {str(name) for name in own} if isinstance(own, Mapping) else set()
+    unpriced = tuple(text for text in job.unpriced if text.partition("=")[0] in names)
+    return replace(job, findings=(*findings, *job.findings), unpriced=unpriced)
 
 
 def _modules(data: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -38,9 +38,11 @@ _STAND = re.compile(
 _HARMLESS = re.compile(
     r"(.*\.)?(print|pprint|pretrain|finetune|train|fit|main|run|validate|vars|asdict|dump|dumps|save\w*|info|debug|warning|"
     r"error|log|exit|add|isinstance|type|id|repr|register\w*|seed\w*|set_seed|init\w*|makedirs|to_yaml|print_yaml|"
-    r"apply_determinism_overrides|get_\w+|from_\w+|load_\w+|build_\w+|\w*tokenizer\w*)"
+    r"apply_(determinism_overrides|flex_dispatcher_backend)|get_\w+|from_\w+|load_\w+|build_\w+|\w*tokenizer\w*)"
 )
 """Functions that leave the configurations that they get as they are."""
+_CUTS = re.compile(r"set_\w*pipeline_model_parallel_layout$")
+"""Functions that cut a pipeline, by the layout that they may be given."""
 _PRECISION = re.compile(r"\w*(bf16|fp16)\w*mixed\w*|bf16_with_\w+|fp16_with_\w+")
 _FP8 = {
     "current": "tensorwise",
@@ -129,7 +131,11 @@ class Calls(Expressions):
                 "from_hf_pretrained",
                 "from_hf_config",
             ):
-                return Record("provider", dict(holder.fields), level=self.unsure)
+                model = next(
+                    (a for a in args if isinstance(a, str)),
+                    holder.fields.get("@model", holder.fields.get("0")),
+                )
+                return Record("provider", {"@model": model}, level=self.unsure)
         missing = holder.missing if isinstance(holder, Record) else ""
         fields = {str(n): arg for n, arg in enumerate(args)} | named
         return Record(name, fields, missing=missing or name, level=self.unsure)
@@ -176,6 +182,10 @@ class Calls(Expressions):
         if name[:1].isupper():
             return self.made(Record(name, fields, missing=path, level=self.unsure))
         records = [arg for arg in [*args, *given.values()] if isinstance(arg, Record)]
+        if records and _CUTS.search(path):  # such as set_deepseek_v3_pipeline_model_parallel_layout
+            cut = args[1] if len(args) > 1 and isinstance(args[1], str) else Choice((None,), path)
+            self.set_field(records[0], "pipeline_model_parallel_layout", cut)
+            return None
         if records and not _HARMLESS.fullmatch(path):
             for record in records:
                 self.doubt(record, path)
@@ -194,7 +204,7 @@ class Calls(Expressions):
                 continue
             seen.add(id(item))
             item.missing = item.missing or why
-            for name, value in item.fields.items():
+            for name, value in list(item.fields.items()):
                 inner = self.likely(value) if isinstance(value, Choice) else value
                 if isinstance(inner, Record):
                     waiting.append(inner)
@@ -259,7 +269,7 @@ class Calls(Expressions):
         ours = [base.path for base in cls.foreign() if base.ours]
         record.missing = ours[0] if ours else ""
         for part in reversed(list(cls.order())):
-            for name, value in part.body.items():
+            for name, value in list(part.body.items()):
                 if not isinstance(value, Function | Class | Module) and not name.startswith("__"):
                     record.fields[name] = self._default(value)
         made = cls.find("__init__")

@@ -97,7 +97,8 @@ class Names(ABC):
             if name in around:
                 value = around[name]
                 if isinstance(value, Later):
-                    value = around[name] = self.imported(value)
+                    value = self.imported(value)
+                    dict.__setitem__(around, name, value)  # no attribute of a class
                 return value
             around = around.get("@outer")
         if name in module.names:
@@ -143,7 +144,8 @@ class Names(ABC):
             return self.called(bound, [], {}, name) if "property" in names else bound
         if value is not UNSET:
             return self.plain(value)
-        holder.fields[name] = Record(name, missing=holder.missing, level=holder.level)
+        made = Record(name, missing=holder.missing, level=holder.level, home=id(holder))
+        holder.fields[name] = made
         return holder.fields[name]
 
     def set_field(self, holder: Any, name: str, value: Any) -> None:

@@ -28,8 +28,12 @@ from autopar.targets.target import Source
 
 MOST_TOTAL = 300_000
 """The most steps that are spent on all functions of a file."""
-_LATER = ("debug", "finetune", "sft", "peft", "test", "trainer", "lora", "model", "common")
-"""Words in the names of functions that count only if there is no other."""
+_LATER = (
+    ("finetune", "sft", "peft", "lora"),
+    ("debug", "test"),
+    ("trainer", "model", "common", "args", "override", "performance"),
+)
+"""Words in the names of functions that count only if there is no other, the last ones last."""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,8 @@ class Settings:
             return
         seen = seen | {id(record)}
         for name, value in record.fields.items():
+            if isinstance(value, Record) and value.home == id(record) and not value.fields:
+                continue  # it was looked at alone
             path = f"{prefix}.{name}" if prefix else name
             self._set(path, value, seen)
             if name in record.weak:
@@ -81,6 +87,8 @@ class Settings:
             value = next((v for v in reversed(value.values) if isinstance(v, Record)), value.values[-1])  # fmt: skip
         if isinstance(value, Record):
             self.add(path, value, seen)
+            if value.missing or (value.home and not value.fields):  # it may be a number
+                self.values[path] = text_of(value)
         elif isinstance(value, dict):
             self.add(path, Record("dict", {str(k): v for k, v in value.items()}), seen)
         elif not isinstance(value, Function | Class | Module | Later | Unset):
@@ -138,13 +146,19 @@ def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
         settings = next((s for s in rest if fits(s)), Settings())
         settings.findings = notes
         return settings
-    name = min(found, key=lambda name: (name.startswith("_"), any(word in name for word in _LATER)))
+    name = min(found, key=_order)
     others = [other for other in found if other != name and not other.startswith("_")]
     note = f"read from function {name}; for {', '.join(others[:6])}{' and others' if others[6:] else ''} give {source.name}:NAME"
     settings = found[name]
     settings.function = name
     settings.findings = (*([Finding("note", note)] if others else []), *notes)
     return settings
+
+
+def _order(name: str) -> tuple[bool, int]:
+    """How late a function comes among those that set options."""
+    ranks = [rank for rank, words in enumerate(_LATER, 1) if any(word in name for word in words)]
+    return name.startswith("_"), max(ranks, default=0)
 
 
 def _candidates(
@@ -161,7 +175,7 @@ def _candidates(
     values = likely if isinstance(likely, tuple | list) else [likely]
     names = [reader.likely(item) for item in reversed(list(scope.values())) if item is not UNSET]
     for record in [*values, *names]:
-        if isinstance(record, Record):
+        if isinstance(record, Record) and record.kind not in ("arguments", "ArgumentParser"):
             settings = Settings()
             settings.add("", record, set())
             yield settings

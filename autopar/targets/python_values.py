@@ -24,6 +24,7 @@ class Record:
         level: how many conditions that are not known there were around the call that made it.
         weak: the fields that are arguments of what is missing, which may use them otherwise.
         cls: its class, if that is in the files.
+        home: the record of which it was read as a field that the files do not set, by `id`; or 0.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Record:
     level: int = 0
     weak: frozenset[str] = frozenset()
     cls: Class | None = None
+    home: int = 0
 
     def __str__(self) -> str:
         return unknown(self.missing or self.kind)

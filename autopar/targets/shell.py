@@ -417,5 +417,6 @@ class _Reader(ScriptFiles):
             return
         if text is None:
             self.script.unread.append(shown_value(name))
+            self.script.doubtful |= set(self.script.variables)
         else:
             self._run(parse(text))

@@ -30,6 +30,16 @@ _NEUTRAL = re.compile(
 )
 
 
+_ANYWAY = tuple(
+    f"{P}{name}"
+    for name in (
+        "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers", "enable_sequence_parallel",
+        "pipeline_parallel_schedule", "num_pp_microbatches",
+    )
+)  # fmt: skip
+"""Options that need no price where they do not count."""
+
+
 def job_of(args: Arguments) -> Job:
     """The job that options say."""
     shape = _shape(args)
@@ -46,6 +56,10 @@ def job_of(args: Arguments) -> Job:
         dropout=0.0,
     )
     args.flag(f"{T}disable_cuda_graphs")
+    for name in _ANYWAY:
+        args.text(name)
+    for name, text in ((f"{T}num_tokens_per_train_step", "-1"), (f"{T}dtype", "float32")):
+        args.read |= {name} if args.values.get(name) == text else set()
     per_node, nodes = args.whole("nproc_per_node"), args.whole("nnodes")
     gpus = per_node * nodes if per_node and nodes else None
     devices = {"gpus": gpus, "gpus_per_node": per_node}

@@ -46,8 +46,10 @@ def reads(source: Source) -> bool:
     text = source.text
     axolotl = re.search(r"^base_model:", text, re.MULTILINE) and "micro_batch_size" in text
     started = re.search(
-        r"llamafactory-cli train|axolotl(\.cli\.| )train|\btrl (sft|dpo|grpo|kto|reward)|accelerate launch",
+        r"llamafactory-cli train|axolotl(\.cli\.| )train|\btrl (sft|dpo|grpo|kto|reward)|accelerate launch|"
+        r"^\s*swift (sft|pt|rlhf)\b",
         text,
+        re.MULTILINE,
     )
     return bool(axolotl or started) or "per_device_train_batch_size" in text
 
@@ -58,6 +60,7 @@ def read(source: Source) -> Job:
     if not any(name in values for name in _MICRO):
         where = next((f": {f.what}" for f in findings if f.kind == "unknown"), "")
         raise AutoparError(f"no job: {source.name} has none of {', '.join(_MICRO)}{where}")
+    values |= {"bf16": "true"} if values.get("bf16") == "auto" else {}  # as the devices allow
     values = {name: value for name, value in values.items() if value != "auto"}
     job, args = _job_of(values, list(findings), source)
 
@@ -154,6 +157,8 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
     written = replace(source, read_file=script.reader(source.read_file))
     for _, words in script.programs():
         options = _with_file(words, written, findings)
+        if "swift" in words[0] and {"sft", "pt", "rlhf"} & set(words[:3]):
+            options.setdefault(_MICRO[0], "1")
         if _has_micro(options):
             found = options
             scripts = [w for w in words if w.endswith(".py")] or list(words[:3])

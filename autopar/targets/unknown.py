@@ -51,6 +51,7 @@ _SWITCH = ("true", "false")
 _DEGREES = ("1", "2", "8")
 VALUES: dict[str, tuple[str, ...]] = {
     "sequence_parallel": _SWITCH,
+    "pipeline_model_parallel_layout": ("Et|tL",),
     "account_for_embedding_in_pipeline_split": _SWITCH,
     "account_for_loss_in_pipeline_split": _SWITCH,
     "micro_batch_size": _SIZES,

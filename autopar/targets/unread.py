@@ -27,6 +27,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("OLMo-core", (".py",), (r"\bfrom olmo_core\b",)),
     ("InternEvo", (".py",), (r"^parallel\s*=\s*dict\(", r"\bzero1\s*=")),
     ("Colossal-AI", (".py", *_TEXTS), (r"\bfrom colossalai\b|^\s*colossalai run\b",)),
+    ("MoE-ModelZoo's launcher", _TEXTS, (r"\b(sbatch|interactive)_benchmarking\.sh",)),
     ("EasyLM", _TEXTS, (r"\bEasyLM\.models\b",)),
     ("open_lm", _TEXTS, (r"\bopen_lm\.main\b",)),
     ("MosaicML's diffusion or BERT", _YAML, (r"^device_train_batch_size\s*:",)),

@@ -160,5 +160,23 @@ _COMMUNICATION = (
 )  # fmt: skip
 """Sharding and communication."""
 
-RULES = (*_OFFLOADS, *_RECOMPUTE, *_PRECISION, *_OPTIMIZERS, *_KERNELS, *_EXPERTS, *_COMMUNICATION)
+_ARCHITECTURES = (
+    Rule("hybrid_(layer|override)_pattern|hybrid_(attention|mlp)_ratio|is_hybrid_model|mamba_(num_heads|ssm_ngroups)",
+         "state-space layers (Mamba) among the model's", place="instead", value="(?!0(\\.0)?$).+"),
+    Rule("attention_config", "layers without attention", place="instead", value="(?s:.*)(mamba|rwkv|gmlp|amlp)(?s:.*)"),
+    Rule("entrypoint|program|script", "layers of RWKV", place="instead", value="(?s:.*)rwkv(?s:.*)"),
+    Rule("partition_activations", "inputs of layers that are shared out over tp", "memory", needs="tp"),
+)  # fmt: skip
+"""Layers that autopar has no model of."""
+
+RULES = (
+    *_ARCHITECTURES,
+    *_OFFLOADS,
+    *_RECOMPUTE,
+    *_PRECISION,
+    *_OPTIMIZERS,
+    *_KERNELS,
+    *_EXPERTS,
+    *_COMMUNICATION,
+)
 """All rules on training itself."""

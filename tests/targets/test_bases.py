@@ -377,3 +377,65 @@ def test_jobs_that_are_named_as_not_read(
     files(tmp_path, **{name: text})
     with pytest.raises(AutoparError, match=f"a job of {framework}, which autopar does not read"):
         read_job(tmp_path / name.replace("_", "."))
+
+
+def test_meshes_of_a_pipeline(tmp_path: Path) -> None:
+    text = """
+system: {{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 8, hetero: {{enable_hetero: true,
+  hetero_device_types: [A800, A800, A800], hetero_process_meshes: [{meshes}], hetero_pipeline_layer_split: [3, 5, 4, 4, 4, 4, 5, 3]}}}}
+model: {{num_layers: 32, hidden_size: 512, num_attention_heads: 8, micro_batch_size: 1, global_batch_size: 32}}
+"""  # fmt: skip
+    same = "2, 1, 1, 2, 2, 2, 1, 1, 2, 4, 2, 1, 1, 2, 2"
+    job = read_job(files(tmp_path, a_yaml=text.format(meshes=same)) / "a.yaml")
+    assert (job.layout.tp, job.layout.pp, job.layout.dp) == (2, 8, 2)
+    assert job.layout.stages == (3, 5, 4, 4, 4, 4, 5, 3) and job.unmodelled == ()
+    job = read_job(files(tmp_path, a_yaml=text.format(meshes=same.replace("4, 2, 1", "4, 4, 1"))) / "a.yaml")  # fmt: skip
+    assert job.unmodelled[0].place == "instead" and "other degrees of tp" in str(job.unmodelled[0])
+
+
+def test_what_a_file_that_is_not_there_may_change(tmp_path: Path) -> None:
+    text = """
+TP=2
+NLAYERS=16
+source config.sh
+NLAYERS=24
+torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py --num-layers $NLAYERS --hidden-size 1024 --num-attention-heads 16 \
+  --vocab-size 50257 --seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --bf16 --tensor-model-parallel-size $TP
+"""
+    job = read_job(files(tmp_path, run_sh=text) / "run.sh")
+    assert job.unknown == ("tp",) and job.shape.layers == 24  # it is set again
+
+
+def test_precision_and_gradients_as_frameworks_fill_them_in(tmp_path: Path) -> None:
+    text = "bf16: true\naccumulate_allreduce_grads_in_fp32: false\nmicro_batch_size: 1\nnum_layers: 2\n"
+    assert read_job(files(tmp_path, a_yaml=text) / "a.yaml").facts.grads is None
+    text += "grad_reduce_in_bf16: true\n"
+    assert read_job(files(tmp_path, a_yaml=text) / "a.yaml").facts.grads == "bf16"
+    axolotl = "base_model: x/y\nmicro_batch_size: 2\nbf16: auto\nfp16: false\n"
+    assert read_job(files(tmp_path, b_yaml=axolotl) / "b.yaml").facts.precision == "bf16"
+
+
+def test_what_sets_a_number_that_is_not_there(tmp_path: Path) -> None:
+    text = """
+from megatron.bridge.recipes.tools import degree, set_gpt_pipeline_model_parallel_layout
+def config():
+    cfg = ConfigContainer()
+    cfg.model.num_layers = 8
+    cfg.model.tensor_model_parallel_size = degree("tp")
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.train.micro_batch_size = 1
+    cfg.dataset.seq_length = cfg.model.seq_length
+    set_gpt_pipeline_model_parallel_layout(cfg.model{layout})
+    return cfg
+"""
+    job = read_job(files(tmp_path, a_py=text.format(layout="")) / "a.py")
+    assert {"tp", "seq", "stages"} <= set(job.unknown) and "micro_batch" not in job.unknown
+    job = read_job(files(tmp_path, a_py=text.format(layout=', "Et*3|t*5L"')) / "a.py")
+    assert job.layout.stages == (3, 5) and "stages" not in job.unknown
+
+
+def test_experts_of_gpt_neox(tmp_path: Path) -> None:
+    more = '"vocab_size": 50432, "moe_num_experts": 8, "moe_top_k": 2, "activation": "swiglu"'
+    text = NEOX.replace('"vocab_size": 50432', more)
+    shape = read_job(files(tmp_path, a_yml=text) / "a.yml").shape
+    assert (shape.experts, shape.top_k, shape.ffn, shape.gated) == (8, 2, 8192, True)
