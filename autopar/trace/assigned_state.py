@@ -29,7 +29,10 @@ from autopar.trace.registered_tensors import (
     difference_of,
     entries_of,
     has_tensors,
+    is_saved,
     joined,
+    leaves_of,
+    put_back,
     refuse,
     refuse_shared,
     registered_now,
@@ -41,8 +44,12 @@ from autopar.trace.user_lines import line_now
 
 _READ_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+_SET_GRAD = vars(torch._C.TensorBase)["grad"].__set__
 _GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_MAKE = (torch.tensor, torch.scalar_tensor, Tensor.new_tensor)
+"""Functions that make a tensor of Python numbers, which shares memory with no other."""
 _NORMS = ("batch_norm", "instance_norm")
 """Functions that change running statistics among their arguments, past their version."""
 
@@ -50,9 +57,9 @@ _NORMS = ("batch_norm", "instance_norm")
 class AssignedState(TorchFunctionMode):
     """Watches one call of `model`'s forward under torch.export, by `run`.
 
-    Afterwards `graded` has the names of tensors that do not train whose value has a gradient. `read`
-    has the names of tensors that an op with a gradient has read, and `late` those that forward has
-    changed through `.data` after that.
+    Afterwards `graded` has the names of tensors that do not train whose value has a gradient.
+    `trained` has the names of parameters for which the loss has a gradient. `late` has those that
+    forward has changed through `.data` after an op with a gradient had read them.
     """
 
     def __init__(self, model: nn.Module, early: Collection[str], aliases: Collection[str]) -> None:
@@ -61,7 +68,7 @@ class AssignedState(TorchFunctionMode):
         """
         super().__init__()
         self.graded: list[str] = []
-        self.read: set[str] = set()
+        self.trained: set[str] = set()
         self.late: set[str] = set()
         self._read_storages: dict[int, Any] = {}  # kept, so that no address is given out again
         self._data: dict[int, tuple[Tensor, str]] = {}
@@ -75,7 +82,11 @@ class AssignedState(TorchFunctionMode):
         self._storages = {storage_of(e.tensor): name for name, e in reversed(self._entries.items())}
         self._frozen: dict[int, str] = {}
         self._normed: Counter[str] = Counter()
+        self._fresh: dict[int, Any] = {}
+        self._shapes = {name: tuple(e.tensor.shape) for name, e in self._entries.items()}
         self._start = self.versions()
+        self._checkpoints: list[dict[str, tuple[int, int]]] = []
+        self._reads: set[str] | None = None
 
     def run(self, call: Callable[[], Tensor]) -> Tensor:
         """The result of `call()`, which runs forward. What it assigns is written into the tensors
@@ -86,18 +97,16 @@ class AssignedState(TorchFunctionMode):
         try:
             with self, self._watched_set():
                 found = call()
-            self._write_back()
+            self._write_back(found)
         finally:
             _CURRENT.reset(token)
-            for entry in self._entries.values():
-                vars(entry.module).pop(entry.key, None)
-                getattr(entry.module, entry.kind)[entry.key] = entry.tensor
+            put_back(self._entries.values())
         return found
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """By name, which tensor is registered now, and how often it was changed in place."""
         tensors = {name: registered_now(entry) for name, entry in self._entries.items()}
-        return {n: (id(t), getattr(t, "_version", 0) + self._normed[n]) for n, t in tensors.items()}
+        return {n: (id(t), _version(t) + self._normed[n]) for n, t in tensors.items()}
 
     def is_statistic(self, name: str) -> bool:
         """Whether a registered tensor belongs to a batch norm."""
@@ -124,6 +133,11 @@ class AssignedState(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (_READ_GRAD, _SET_GRAD) and (name := self._name(args[0])):
+            raise AutoparError(
+                f"forward reads or sets the gradient of {name!r}{line_now()}, which only backward computes. Under a plan, a rank may hold "
+                "a part alone. Work on gradients by hooks, or in the optimizer"
+            )
         if func == _SET_DATA:
             return self._replace(args[0], args[1:], ".data")
         if func in (_SET_GRADIENT, Tensor.requires_grad_):
@@ -138,7 +152,12 @@ class AssignedState(TorchFunctionMode):
             args, kwargs = pytree.tree_map(self._as_frozen, (args, kwargs))
         if getattr(func, "__name__", "") in _NORMS:
             self._normed.update(filter(None, map(self._name, _tensors(args, kwargs))))
+        if self._reads is not None:
+            addresses = map(storage_of, _tensors(args, kwargs))
+            self._reads.update(self._storages[a] for a in addresses if a in self._storages)
         found = func(*args, **kwargs)
+        if func in _MAKE:
+            self._fresh[storage_of(found)] = found.untyped_storage()
         self._keep_data(func, args, found)
         if torch.is_grad_enabled():
             self._note_read(args, kwargs, found)
@@ -150,8 +169,6 @@ class AssignedState(TorchFunctionMode):
             for operand in _tensors(args, kwargs):
                 if address := storage_of(operand):
                     self._read_storages[address] = operand.untyped_storage()
-                    if address in self._storages:
-                        self.read.add(self._storages[address])
 
     def _keep_data(self, func: Callable, args: tuple, found: Any) -> None:
         """Remember the result of `x.data`, and views of such results, if a write to it would change
@@ -234,14 +251,19 @@ class AssignedState(TorchFunctionMode):
 
     # ----------------------------------------------------------------------------------- the end
 
-    def _write_back(self) -> None:
-        """Write each tensor that forward has put into the place of another into that one."""
+    def _write_back(self, loss: Tensor) -> None:
+        """Write each tensor that forward has put into the place of another into that one. `loss` is
+        what forward returned.
+        """
         self._check_modules()
         for which in self._frozen.values():
             raise AutoparError(requires_text(which, "leaves", ""))
         now = {name: self._checked(name, entry) for name, entry in self._entries.items()}
         self._check_sharing(now)
         self._check_ties()
+        self._check_checkpoints()
+        self.trained = {self._names[i] for i in map(id, leaves_of(loss)) if i in self._names}
+        self.late &= {name for name in self.late if is_saved(loss, self._entries[name].tensor)}
         before = {name: entry.tensor for name, entry in self._entries.items()}
         values = {name: t.detach().clone() for name, t in now.items() if t is not before[name]}
         for name, tensor in now.items():
@@ -275,7 +297,11 @@ class AssignedState(TorchFunctionMode):
         cannot be written into the one before.
         """
         tensor, before = registered_now(entry), entry.tensor
+        if entry.key in vars(entry.module):
+            refuse(name, "by an attribute of Python of this name", REGISTER)
         if tensor is before:
+            if tuple(before.shape) != self._shapes[name]:
+                refuse(name, f"by its resized self, not {self._shapes[name]}", REGISTER)
             return tensor
         if not isinstance(tensor, Tensor):
             refuse(name, f"by {'nothing' if tensor is None else 'what is no tensor'}", REGISTER)
@@ -304,6 +330,7 @@ class AssignedState(TorchFunctionMode):
         converter = value.fake_mode.fake_tensor_converter.meta_converter
         own = {storage_of(e.tensor) for e in self._entries.values() if not (e.trained or alone)}
         others = {address_of(s) for s in converter.storage_memo.values()} | set(self._storages)
+        others -= set(self._fresh)
         if storage_of(value) in others - own - {0, storage_of(self._entries[name].tensor)}:
             refuse_shared(name, "an input, a constant or a parameter", where)
 
@@ -320,6 +347,28 @@ class AssignedState(TorchFunctionMode):
             apart = storage_of(self._entries[holder].tensor) != storage_of(before)
             if apart and tensor.numel() and storage_of(tensor):
                 refuse_shared(name, repr(holder), "")
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """A context for a function that backward runs again. What it reads must stay as it is."""
+        outer, self._reads = self._reads, set()
+        try:
+            yield
+        finally:
+            now = self.versions()
+            self._checkpoints.append({name: now[name] for name in self._reads})
+            self._reads = outer
+
+    def _check_checkpoints(self) -> None:
+        """Raise AutoparError if forward changes what a checkpointed function has read before."""
+        now = self.versions()
+        for read in self._checkpoints:
+            for name, version in read.items():
+                if now[name] != version and not self.is_statistic(name):
+                    raise AutoparError(
+                        f"forward changes {name!r} after torch.utils.checkpoint has run a function that reads it. Eager PyTorch runs the "
+                        "function again in backward, with the new value: change it before, or pass a copy in (.clone())"
+                    )
 
     def _check_ties(self) -> None:
         """Raise AutoparError if forward changes a tensor that has several names. torch.export fails."""
@@ -344,10 +393,12 @@ def checkpointed(notes: list[str]) -> Iterator[None]:
     batch norms are noted in `notes`.
     """
     state = _CURRENT.get(None)
-    before = {} if state is None else state.versions()
-    yield
     if state is None:
+        yield
         return
+    before = state.versions()
+    with state.checkpoint():
+        yield
     after = state.versions()
     changed = [name for name, version in before.items() if version != after[name]]
     for name in changed:
@@ -362,6 +413,11 @@ def checkpointed(notes: list[str]) -> Iterator[None]:
             "the batch norm twice"
         )
         notes += [] if note in notes else [note]
+
+
+def _version(tensor: Any) -> int:
+    """How often a tensor was changed in place; 0 for what does not count it."""
+    return 0 if not isinstance(tensor, Tensor) or tensor.is_inference() else tensor._version
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from autopar.ops.values import output_nodes
 from autopar.trace.assigned_state import AssignedState
 from autopar.trace.batches import ExampleInputs, batch_entries, form_of
 from autopar.trace.captured import Captured
-from autopar.trace.changed_state import check_changes
+from autopar.trace.changed_state import check_changes, rounding_notes
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
 from autopar.trace.edit import call, is_op
@@ -34,6 +34,7 @@ from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regio
 from autopar.trace.one_process import OneProcess, check_kept_sizes
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import check_symbols, check_values, own_generator, why_not_captured
+from autopar.trace.refused_hooks import refuse_wrappers
 from autopar.trace.running_statistics import cumulative_averages
 from autopar.trace.user_lines import line_of_nodes
 from autopar.trace.watched import values_unread, watched_forward
@@ -136,6 +137,7 @@ def capture(
     without = [name for name, dim in dims.items() if dim is None]
     tensors = in_groups(rows_first(tensors, dims), together, without)
     _refuse_hooks(model)
+    refuse_wrappers(model)
     _refuse_own_tensors(loss_fn)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
 
@@ -174,7 +176,8 @@ def capture(
             notes = check_state(captured, record, to_capture.capture)
         finally:
             start.restore()
-    return replace(captured, notes=(*captured.notes, *notes), plain=plain)
+    notes = (*captured.notes, *notes, *rounding_notes(captured))
+    return replace(captured, notes=notes, plain=plain)
 
 
 @dataclass(frozen=True, slots=True)

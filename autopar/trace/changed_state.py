@@ -34,10 +34,10 @@ def check_changes(captured: Captured, assigned: AssignedState | None) -> Capture
     names = {
         alias: spec.name for spec in parameters.values() for alias in (spec.name, *spec.aliases)
     }
-    read, late = ({names[name] for name in of} for of in (assigned.read, assigned.late))
+    trained, late = ({names[name] for name in of} for of in (assigned.trained, assigned.late))
     for name in captured.updates:
         spec = parameters[name]
-        if spec.trainable and name in read:
+        if spec.trainable and name in trained:
             raise AutoparError(
                 f"forward changes parameter {name!r} in place{line_of_node(news[name])}, which trains, past the optimizer. Compute with "
                 "the changed value as a new tensor (weight.clamp(-1, 1) instead of weight.data.clamp_(-1, 1)), or change it between "
@@ -104,3 +104,27 @@ def _has_gradient(node: Node) -> bool:
     first = val[0] if isinstance(val, (list, tuple)) and val else val
     floating = isinstance(first, torch.Tensor) and first.is_floating_point()
     return node.op == "call_function" and floating and op_name(node) not in NO_GRADIENT
+
+
+def rounding_notes(captured: Captured) -> tuple[str, ...]:
+    """A note (at most one) on tensors that forward changes in half precision, those of batch norms
+    excepted, in which small changes are lost.
+    """
+    halves = {
+        captured.attributes[node.name]: node.meta["val"].dtype
+        for node in captured.graph.nodes
+        if node.name in captured.attributes and node.meta["val"].dtype in _HALVES
+    }
+    names = [n for n in captured.updates if n in halves and not n.endswith(_STATISTICS)]
+    if not names:
+        return ()
+    dtype = halves[names[0]]
+    least = torch.finfo(dtype).eps / 2
+    return (
+        f"forward changes {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} in {dtype}: a change of less than {least:.1g} of a "
+        "value rounds away, as a slow momentum's is; precision='fp32' keeps it",
+    )
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+_STATISTICS = ("running_mean", "running_var")

@@ -40,18 +40,8 @@ def why_not_captured(
             f"forward of {name} reads a tensor{where} that is on the meta device and has no values; register it as a buffer "
             "(self.register_buffer), which weights= fills, or make it in forward"
         )
-    if _CONSTANT_CHANGED in reason:
-        return _changed_constant(name, reason, model)
-    if "Cannot swap" in reason:
-        return (
-            f"forward of {name} calls swap_tensors{where}, which torch.export cannot follow: assign buffers (self.a, self.b = self.b, "
-            "self.a), and leave parameters as they are"
-        )
-    if "doesn't match mode" in reason:
-        return (
-            f"forward of {name} changes a buffer in place that it reads from a tuple or an object, not as an attribute of its module; "
-            "read it as self.name, or from a list"
-        )
+    if changed := _change_not_followed(name, reason, where, model):
+        return changed
     if "Constraints violated" in str(error):
         return (
             f"forward of {name} would compute for some batch sizes alone{where}: {_guard(error)}. Write it for any number of rows: sizes "
@@ -79,6 +69,30 @@ def why_not_captured(
         f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items()
     )
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
+
+
+def _change_not_followed(name: str, reason: str, where: str, model: nn.Module) -> str:
+    """The text about a change of a tensor or module that torch.export cannot follow; '' for another
+    error. `where` is the user's line.
+    """
+    if _CONSTANT_CHANGED in reason:
+        return _changed_constant(name, reason, model)
+    if "data pointer" in reason and "deepcopy" in where:
+        return (
+            f"forward of {name} copies a module{where}, which torch.export cannot follow: call it by torch.func.functional_call with "
+            "detached parameters, or keep a second module that forward changes"
+        )
+    if "Cannot swap" in reason:
+        return (
+            f"forward of {name} calls swap_tensors{where}, which torch.export cannot follow: assign buffers (self.a, self.b = self.b, "
+            "self.a), and leave parameters as they are"
+        )
+    if "doesn't match mode" in reason:
+        return (
+            f"forward of {name} changes a buffer in place that it reads from a tuple or an object, not as an attribute of its module; "
+            "read it as self.name, or from a list"
+        )
+    return ""
 
 
 def other_rows(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -74,12 +74,57 @@ def same_module(one: nn.Module | None, other: nn.Module | None) -> bool:
     return vars(one) is vars(other)
 
 
+def put_back(entries: Collection[Entry]) -> None:
+    """Register the tensors of `entries` again, in their order, before what was added since."""
+    for module, kind in dict.fromkeys((entry.module, entry.kind) for entry in entries):
+        registry = getattr(module, kind)
+        own = {e.key: e.tensor for e in entries if e.module is module and e.kind == kind}
+        found = own | {key: value for key, value in registry.items() if key not in own}
+        registry.clear()
+        registry.update(found)
+        for key in own:
+            vars(module).pop(key, None)
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the leaf tensors for which `loss` has a gradient, each once."""
+    for node in _backward_of(loss):
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
+
+
+def is_saved(loss: Tensor, tensor: Tensor) -> bool:
+    """Whether the backward of `loss` reads memory of `tensor`, or something that was changed since
+    it was saved.
+    """
+    address = storage_of(tensor)
+    try:
+        saved = (getattr(n, key) for n in _backward_of(loss) for key in dir(n) if "_saved_" in key)
+        found = [x for each in saved for x in (each if isinstance(each, tuple) else (each,))]
+    except RuntimeError:  # changed since
+        return True
+    return any(isinstance(x, Tensor) and storage_of(x) == address for x in found)
+
+
+def _backward_of(loss: Tensor) -> Iterator[Any]:
+    """Yields the nodes of the backward of `loss`, each once."""
+    stack = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen: set[Any] = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                stack.append(inner)
+
+
 def difference_of(before: Tensor, after: Tensor) -> str:
     """Text that says in what a new value differs from the tensor before; '' if it fits."""
     if tuple(map(str, before.shape)) != tuple(map(str, after.shape)):
         return f"shape {_shape(after)}, not {_shape(before)}"
     if before.dtype != after.dtype:
-        return f"{after.dtype}, not {before.dtype}"
+        return f"{after.dtype}, not {before.dtype} (value.to(buffer.dtype) converts it)"
     if before.device != after.device or before.layout != after.layout:
         return f"{after.layout} on {after.device}, not {before.layout} on {before.device}"
     return ""

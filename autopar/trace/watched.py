@@ -10,7 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -26,6 +26,7 @@ from autopar.trace.met_rows import met
 from autopar.trace.one_process import current_process
 from autopar.trace.pieces import kept_whole, unread_counts
 from autopar.trace.refusals import other_rows, own_generator
+from autopar.trace.refused_hooks import hooks_refused
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
@@ -251,7 +252,7 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
     """A context in which export keeps the backward of the user's autograd.Functions, each as one
     op.
 
-    Raises AutoparError where forward calls `Tensor.register_hook`. Reentrant checkpoints are called
+    Raises AutoparError where forward sets a hook on gradients. Reentrant checkpoints are called
     plainly, with a note.
     """
     # where `apply` leads, also that of names such as `swish = Swish.apply` from before
@@ -271,15 +272,9 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
         finally:
             inside.pop()
 
-    def refused_hook(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise AutoparError(
-            f"forward calls Tensor.register_hook{line_now()}, which torch.export drops; write the gradient as an op of its own "
-            "(torch.library.custom_op and register_autograd)"
-        )
-
     base.apply = classmethod(checked_apply)
     try:
-        with _replaced(Tensor, "register_hook", refused_hook):
+        with hooks_refused():
             yield
     finally:
         del base.apply

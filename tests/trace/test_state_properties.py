@@ -1,0 +1,22 @@
+"""Generated modules with state: each trains as in eager PyTorch, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from support.state_generator import outcome, steps
+
+QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@settings(max_examples=6, **QUIET)
+@given(program=steps())
+def test_generated_modules_are_exact_or_refused_by_name(program):
+    event(outcome(program))
+
+
+@pytest.mark.slow
+@settings(max_examples=300, **QUIET)
+@given(program=steps())
+def test_many_generated_modules_are_exact_or_refused_by_name(program):
+    event(outcome(program))
