@@ -189,5 +189,15 @@ def _models(options: Options) -> Iterator[Unmodelled]:
     ppo = _named(options, re.compile(r"(^|[^a-z])ppo($|[^a-z])", re.IGNORECASE))
     rollouts = any(path.startswith("actor_rollout_ref.") for path in options.values)
     estimator = options.text("algorithm.adv_estimator", "advantage_estimator", "algo.advantage.estimator")  # fmt: skip
-    if estimator == "gae" or (ppo and not rollouts and not estimator and "openrlhf" not in options.program):  # fmt: skip
-        yield Unmodelled(_CRITIC, f"advantages by {estimator}" if estimator else ppo, place="beside")  # fmt: skip
+    # without an estimator, train_ppo of OpenRLHF takes gae, and other trainers by PPO have a critic
+    of_openrlhf = "openrlhf" in options.program
+    by_default = "train_ppo" in options.program if of_openrlhf else ppo and not rollouts
+    if estimator == "gae" or (by_default and not estimator):
+        yield Unmodelled(_CRITIC, f"advantages by {estimator or 'gae'}", place="beside")
+    grpo = (
+        options.text("rlhf_type") == "grpo" and options.text("train_type", "tuner_type") == "full"
+    )
+    if (
+        grpo and not options.is_off("beta") and options.text("beta") != "0.0"
+    ):  # 0.04 by default, against the first weights
+        yield Unmodelled(_REFERENCE, "rlhf_type=grpo", place="beside")

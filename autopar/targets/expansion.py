@@ -71,6 +71,7 @@ class Script:
         unread: files that the script reads with `source` and that are not there.
         files: the text of each file that the script writes from a here-document, by its name.
         stops: the line of the `exit` that ends it, or 0.
+        steps: the commands that were read, those of functions counted each time.
         assumed: which branch is taken at a test or `case` that the file does not decide, by its
             place; 1 is that of a test that holds.
         undecided: the number of branches at each other such place.
@@ -84,6 +85,7 @@ class Script:
     unread: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     stops: int = 0
+    steps: int = 0
     assumed: Mapping[Place, int] = field(default_factory=dict)
     undecided: dict[Place, int] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)

@@ -148,7 +148,7 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     if "actor_num_nodes" in values:
         found = _of_slime(values) | found
     if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
-        found |= _of_verl(values)
+        found = VERL | found | _of_verl(values)
     if ("model" in values or "load" in values) and {
         "tuner_type",
         "packing",
@@ -177,6 +177,10 @@ _IN_BF16 = re.compile(
     re.I,
 )
 """Names of public models whose config.json says bfloat16."""
+
+
+VERL = {"use_distributed_optimizer": "true", "sequence_parallel": "true"}
+"""Defaults of the Megatron engine of verl (its config/engine/megatron.yaml)."""
 
 
 def swift_precision(values: Mapping[str, str]) -> tuple[dict[str, str], bool]:
@@ -246,7 +250,7 @@ def _of_verl(values: Mapping[str, str]) -> dict[str, str]:
     found = {"bf16": "true", "hidden_dropout": "0"}
     if all(size.isdigit() for size in sizes):
         found["seq_length"] = str(sum(map(int, sizes)))
-    prompts, answers = values.get("ppo_mini_batch_size", ""), values.get("of_a_prompt", "1")
+    prompts, answers = values.get("ppo_mini_batch_size", "256"), values.get("of_a_prompt", "1")
     if prompts.isdigit() and answers.isdigit():
         found["global_batch_size"] = str(int(prompts) * int(answers))
     return found

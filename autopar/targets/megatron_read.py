@@ -111,7 +111,8 @@ def job_of_mapping(data: Mapping[str, object], missing: Iterable[str] = ()) -> J
         raise AutoparError(
             "this is a job of NeMo-RL with DTensor, which autopar does not read; it reads one with megatron_cfg"
         )
-    if len(known) < 2 and "ppo_mini_batch_size" not in values:
+    of_verl = {"ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"} & set(values)
+    if len(known) < 2 and not of_verl:
         why = "; what it extends is not beside it" if missing else ""
         raise AutoparError(f"no job: the file has fewer than two options of Megatron-LM{why}")
     options = filled_in(values)

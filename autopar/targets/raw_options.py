@@ -175,9 +175,12 @@ def _of_script(source: Source, job: Job) -> Options:
     return _options(texts, read, program=program, servers=tuple(servers))
 
 
+_PROGRAM = re.compile(r"[\w./-]+\.py|openrlhf(\.[\w.]+)?|verl\.[\w.]+|swift")
+
+
 def _program(words: Sequence[str]) -> str:
     """What a command starts: its words before the first option behind the program."""
-    named = [n for n, word in enumerate(words) if re.search(r"\.py$|openrlhf|verl\.|^swift$", word)]
+    named = [n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)]
     end = named[0] + 2 if named else 4
     return " ".join(word for word in words[:end] if not word.startswith("-") and is_known(word))
 

@@ -125,7 +125,7 @@ class _Reader(ScriptFiles):
     def __init__(self, script: Script, read_file: ReadFile) -> None:
         super().__init__(script, read_file)
         self.functions: dict[str, tuple[Node, ...]] = {}
-        self.steps = self.depth = self.branches = self.loops = 0
+        self.depth = self.branches = self.loops = 0
 
     # ------------------------------------------------------------------------------------ commands
 
@@ -143,8 +143,8 @@ class _Reader(ScriptFiles):
         status: bool | None = True  # whether the commands joined so far succeeded
         joined = ";"
         for node in nodes:
-            self.steps += 1
-            if self.steps > MOST_STEPS:
+            self.script.steps += 1
+            if self.script.steps > MOST_STEPS:
                 raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
             # `test && command`: the command runs only if the test says so
             before = joined

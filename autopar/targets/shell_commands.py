@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.errors import AutoparError
 from autopar.targets.shell_words import Part, Token, Word, tokens_of
@@ -55,11 +56,10 @@ _OPENS = {
 }
 
 
+@lru_cache(maxsize=1024)  # a script is read once for each branch that it may take
 def parse(text: str) -> tuple[Node, ...]:
     """The commands of a script. Raises AutoparError if it is not one."""
-    parser = _Parser(tokens_of(text))
-    found = parser.nodes(frozenset())
-    return found
+    return _Parser(tokens_of(text)).nodes(frozenset())
 
 
 class _Parser:

@@ -23,8 +23,10 @@ from autopar.targets.arguments import (
     read_mapping,
     unread_files,
 )
+from autopar.targets.expansion import is_known
 from autopar.targets.job import Facts, Finding, Job, Layout
 from autopar.targets.python_settings import settings_of
+from autopar.targets.shell_words import CLOSE
 from autopar.targets.target import Source
 from autopar.targets.unknown import distinct, with_others
 
@@ -213,10 +215,27 @@ _OF_TRL: dict[str, Job] = {
 """The configurations of Accelerate that TRL ships, by name."""
 
 
+_OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "ds_config", "dist_config.config_file")
+_OF_ACCELERATE = ("config_file", "accelerate_config")
+
+
+def _file(args: Arguments, source: Source, *names: str) -> str | None:
+    """The file that the first of these options names; '' if none is set, None if its name is not
+    known. A folder that is not known is taken to be that of the script, if the file is there.
+    """
+    value = next((args.values[name] for name in names if args.values.get(name)), "")
+    beside = value.rpartition(CLOSE)[2].lstrip("/")
+    if not is_known(value) and beside and source.read_file(beside) is not None:
+        args.read.update(names)
+        return beside
+    return args.text(*names) if not is_known(value) else args.text(*names) or ""
+
+
 def _engine(args: Arguments, source: Source) -> Job:
     """The job of what shards: DeepSpeed or FSDP, from its file or from the arguments."""
-    file = args.text("deepspeed", "deepspeed_config", "ds_config", "dist_config.config_file") or ""
-    launch = args.text("config_file", "accelerate_config") or ""
+    file, launch = (_file(args, source, *names) for names in (_OF_DEEPSPEED, _OF_ACCELERATE))
+    if file is None or launch is None:
+        return _sharded_somehow("accelerate" if launch is None else "deepspeed")
     if launch in _OF_TRL:
         return _OF_TRL[launch]
     for name, read_engine in ((file, deepspeed.read), (launch, accelerate.read)):

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.targets.job import Job
+from autopar.targets.job import Job, Unmodelled
 from autopar.targets.target import Source
 from autopar.targets.unknown import distinct
 
 MOST_READINGS = 60
 """The most branches that are read, each as a script of its own."""
+MOST_STEPS_OF_ALL = 100_000
+"""The most commands that are read for branches, those of all readings counted."""
 _NO_SCRIPTS = (".py", ".yaml", ".yml", ".json", ".toml")
 
 
@@ -29,7 +31,8 @@ def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
     places = [(place, n) for place, count in script.undecided.items() for n in range(count)]
     others = list(job.others)
     commands = script.commands
-    for place, branch in places[:MOST_READINGS]:
+    read_branches = min(MOST_READINGS, MOST_STEPS_OF_ALL // max(1, script.steps))
+    for place, branch in places[:read_branches]:
         assumed = replace(source, assumed={**source.assumed, place: branch})
         try:
             if assumed.script().commands == commands:
@@ -38,4 +41,8 @@ def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
         except AutoparError:  # the script ends there
             continue
         others.append(replace(other, others=(), findings=()))
-    return replace(job, others=distinct(job, others))
+    left = ()
+    if len(places) > read_branches:
+        said = f"{len(places)} branches that the script does not decide, of which {read_branches} are read"
+        left = (Unmodelled(said),)
+    return replace(job, others=distinct(job, others), unmodelled=(*job.unmodelled, *left))

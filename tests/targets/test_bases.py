@@ -273,6 +273,12 @@ def test_two_files_of_accelerate(tmp_path: Path) -> None:
     assert job.unknown == () and job.gpus == 8
     assert set(read_job(folder / "own.yaml").unknown) == {"zero", "offload"}
     assert set(read_job(folder / "launch.yaml").unknown) == {"micro_batch", "accumulation"}
+    here = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\n'
+    (folder / "run.sh").write_text(here + run.replace("launch.yaml", '"$HERE/launch.yaml"'))
+    assert read_job(folder / "run.sh").layout == by
+    (folder / "run.sh").write_text(run.replace("launch.yaml", "$LAUNCH"))
+    assert "zero" in read_job(folder / "run.sh").unknown
+    (folder / "run.sh").write_text(run)
     (folder / "launch.yaml").unlink()
     job = read_job(folder / "run.sh")
     assert "zero" in job.unknown and "sharding stands in launch.yaml" in str(job.findings[0])
@@ -439,3 +445,14 @@ def test_experts_of_gpt_neox(tmp_path: Path) -> None:
     text = NEOX.replace('"vocab_size": 50432', more)
     shape = read_job(files(tmp_path, a_yml=text) / "a.yml").shape
     assert (shape.experts, shape.top_k, shape.ffn, shape.gated) == (8, 2, 8192, True)
+
+
+def test_more_branches_than_are_read_leave_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.targets.unknown_branches.MOST_READINGS", 4)
+    tests = "\n".join(f'if [ "$A{n}" = yes ]; then EXTRA="$EXTRA --seed {n}"; fi' for n in range(6))
+    head = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    rest = "--micro-batch-size 1 --global-batch-size 8 --seq-length 64 --max-position-embeddings 64 $EXTRA"
+    job = read_job(files(tmp_path, run_sh=f"{tests}\n{head} {rest}\n") / "run.sh")
+    assert any("12 branches" in str(part) for part in job.unmodelled), job.unmodelled

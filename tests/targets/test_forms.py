@@ -276,6 +276,21 @@ def test_verl(tmp_path) -> None:
     assert (job.seq, job.gpus, job.facts.precision) == (1024, 16, "bf16")
 
 
+def test_defaults_of_verl_with_megatron(tmp_path) -> None:
+    text = "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.train_batch_size=256 " \
+           "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 " \
+           "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"  # fmt: skip
+    for more, zero, sharded in (
+        ("", 1, True),
+        (" actor_rollout_ref.actor.megatron.use_distributed_optimizer=False", 0, True),
+        (" actor_rollout_ref.actor.megatron.sequence_parallel=False", 1, False),
+    ):
+        (tmp_path / "run.sh").write_text(text + more)
+        by = read_job(tmp_path / "run.sh").layout
+        assert (by.tp, by.zero, by.sequence_parallel) == (2, zero, sharded)
+        assert (by.micro_batch, by.global_batch) == (2, 256)
+
+
 def test_verl_as_yaml(tmp_path) -> None:
     text = """
 data: {max_prompt_length: 512, max_response_length: 512}

@@ -169,6 +169,9 @@ BESIDE = [
     ("o.sh", RLHF.format("train_ppo_ray") + "--colocate_all_models --vllm_num_engines 4 --vllm_gpu_memory_utilization 0.5 "
      "--critic_pretrain c --reward_pretrain r --init_kl_coef 0.01", ["(vLLM) with 0.5", "a critic", "a reward", "a reference"]),
     ("o.sh", RLHF.format("train_ppo"), ["generation by the trained model"]),
+    ("o.sh", "ray job submit --runtime-env-json='{\"working_dir\": \"/openrlhf\"}' -- " + RLHF.format("train_ppo_ray")
+     + "--reward_pretrain r --colocate_all_models", ["a critic (advantages by gae)"]),
+    ("s.sh", SWIFT.format("rlhf") + "--rlhf_type grpo --train_type full", ["a reference model", "generation"]),
     ("o.sh", RLHF.format("train_dpo"), ["a reference model"]),
     ("o.sh", RLHF.format("train_kd") + "--teacher_model t", ["a teacher model"]),
     ("o.sh", RLHF.format("train_ppo_ray") + "--enable_ema --colocate_all_models --vllm_num_engines 2", ["a moving average"]),
