@@ -10,9 +10,10 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
-from autopar.jobs.advice import Change, Difference, differences, fitting_changes
+from autopar.jobs.advice import Change, fitting_changes, unlike, written
 from autopar.jobs.pricing import Setting, setting_of
 from autopar.jobs.verdicts import held_refusals, no_price, withheld
+from autopar.jobs.wording import Difference
 from autopar.planning.searches import Searches
 from autopar.predict.chances import fit_chance
 from autopar.predict.run import RunPrediction
@@ -21,6 +22,8 @@ from autopar.targets.from_plan import layers_of, layout_of
 from autopar.targets.job import Finding, Job, Layout
 from autopar.targets.registry import target_of
 from autopar.targets.target import Target
+from autopar.text.plan_words import short_words
+from autopar.text.units import ms
 
 NO_VERDICT = "no verdict is given on this job"
 
@@ -189,12 +192,12 @@ def _priced(answer: Answer, setting: Setting) -> Answer:
 
 
 def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
-    """The answer with the best plan within the framework, and single changes if the job does not fit,
-    as far as the deadline allows.
-    If no plan was found that is faster, the best one is the job's own layout.
+    """The answer with advice, as far as the deadline allows: the best plan that can be written into
+    the job's file, and single changes if the job does not fit. If no plan is faster, the best one is
+    the job's own layout.
     """
-    target, job = setting.target, setting.job
-    if answer.plan is not None and not answer.fits:
+    target, job, own = setting.target, setting.job, answer.plan
+    if own is not None and not answer.fits:
         changes = fitting_changes(setting, answer.cluster.device.memory_bytes, deadline)
         answer = replace(answer, changes=changes)
     try:
@@ -203,14 +206,23 @@ def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
         )
     except AutoparError as error:
         answer = replace(answer, why_no_best=str(error))
-        return replace(answer, best=answer.plan) if answer.runs else answer
-    bound_s, own = best.certificate.bound_s, answer.plan
+        return replace(answer, best=own) if answer.runs else answer
+    bound_s = best.certificate.bound_s
     if own and answer.runs and own.predicted.step_time_s <= best.predicted.step_time_s:
         return replace(answer, best=own, bound_s=bound_s)
-    told = differences(target, job, replace(job, layout=_like(layout_of(best), job.layout)))
-    return replace(answer, best=best, bound_s=bound_s, differences=told)
+    layout = _like(layout_of(best), job.layout)
+    if told := written(setting, layout):
+        return replace(answer, best=best, bound_s=bound_s, differences=told)
+    if unlike(layout, job.layout, setting.gpus):
+        words = f"{short_words(best)}, {ms(best.predicted.step_time_s)}"
+        why = f"{words}, has no words in this file"
+    else:
+        why = "the best layout found is that of the job"
+    answer = replace(answer, why_no_best=why)
+    return replace(answer, best=own) if answer.runs else answer
 
 
 def _like(layout: Layout, by: Layout) -> Layout:
     """A layout of a plan, written as a job writes its own: what the devices leave stays open."""
-    return replace(layout, etp=by.etp, group=0, dp=None if by.dp is None else layout.dp)
+    etp = None if by.etp is None else layout.tp
+    return replace(layout, etp=etp, group=0, dp=None if by.dp is None else layout.dp)

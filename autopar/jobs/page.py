@@ -15,6 +15,7 @@ from autopar.jobs.report import (
     check_data,
     gap_words,
     layout_words,
+    own_words,
     proof_words,
 )
 from autopar.report.explained import full_report
@@ -22,7 +23,6 @@ from autopar.report.page import Page, Section, Table
 from autopar.report.report import Report
 from autopar.text.numbers import Number, Numbers, Words
 from autopar.text.plan_words import short_words
-from autopar.text.units import percent
 
 _OF_THE_PLAN = ("cluster", "timeline", "memory", "waterfall", "block", "assumptions")
 """The sections of a plan's page that a job's page has too."""
@@ -117,17 +117,14 @@ def _better(answer: Answer, n: Numbers) -> Section:
     """The best plan within the framework, and the options to change."""
     best, own, title = answer.best, answer.plan, "Best plan within this framework"
     lead: list[str | Number] = []
-    if answer.why_no_best:
-        lead.append(f"None that leaves memory free: {answer.why_no_best}. ")
     if best is None:
-        return Section("better", title, lead)
+        return Section("better", title, [f"None: {answer.why_no_best}."])
     if best is own:
-        lead += ["The job's own layout, ", n.ms("best.step_time_s"), ": no faster one was found."]
+        why = answer.why_no_best or "no faster one was found"
+        lead += ["The job's own layout, ", n.ms("best.step_time_s"), f": {why}."]
     else:
-        lead += [f"{short_words(best)}: a step takes ", n.ms("best.step_time_s"), "."]
-        if own is not None:
-            more = own.predicted.step_time_s / best.predicted.step_time_s - 1
-            lead.append(f" The job's layout takes {percent(more)} more.")
+        lead += [f"{short_words(best)}: a step takes ", n.ms("best.step_time_s")]
+        lead.append(f"{own_words(answer)}.")
     note = f"{proof_words(answer)}." if answer.bound_s else ""
     changed = "\n".join(map(str, answer.differences))
     return Section("better", title, lead, code=changed, note=note.capitalize())

@@ -138,7 +138,9 @@ class Setting:
         memory free, as `api.plan` by default. Raises NoPlanFits if there is none.
         """
         batch = self.job.layout.batch_on(self.gpus)
-        request = self._request(Pins(), batch, self.cluster.kept_free()).within(restriction)
+        held = self.target.held(self.job) if self.target.held else {}
+        pins = Pins.of(dict(held))
+        request = self._request(pins, batch, self.cluster.kept_free()).within(restriction)
         return api.plan_traced(self.traced, replace(request, tolerance=TOLERANCE), time_limit_s)
 
     def _request(self, pin: Pins, batch: int, cluster: ClusterSpec) -> PlanRequest:

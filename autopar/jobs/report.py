@@ -182,21 +182,31 @@ def _advice(answer: Answer) -> Iterator[Any]:
 def _best_lines(answer: Answer) -> Iterator[str]:
     """The best plan, what is proved about it, and the options in which it differs."""
     best, own = answer.best, answer.plan
-    if answer.why_no_best:
-        yield f"none that leaves memory free: {answer.why_no_best}"
     if best is None:
+        yield f"none: {answer.why_no_best}"
         return
     step_s = best.predicted.step_time_s
     size = gib(max(best.predicted.peak_memory_bytes))
     if best is own:
-        yield f"the job's own layout, {ms(step_s)}: no faster one was found"
+        why = answer.why_no_best or "no faster one was found"
+        yield f"the job's own layout, {ms(step_s)}: {why}"
     else:
-        more = percent(own.predicted.step_time_s / step_s - 1) if own else ""
-        words = f"; the job's layout takes {more} more" if own else ""
-        yield f"{short_words(best)}: {ms(step_s)}, {size}{words}"
+        yield f"{short_words(best)}: {ms(step_s)}, {size}{own_words(answer)}"
     if answer.bound_s:
         yield proof_words(answer)
     yield from (f"  {difference}" for difference in answer.differences)
+
+
+def own_words(answer: Answer) -> str:
+    """How the step of a job's own layout compares with that of the best plan; '' without a price."""
+    own, best = answer.plan, answer.best
+    if own is None or best is None:
+        return ""
+    more = own.predicted.step_time_s / best.predicted.step_time_s - 1
+    if more >= 0:
+        return f"; the job's layout takes {percent(more)} more"
+    why = "is refused" if answer.refused else "does not fit"
+    return f"; the job's layout, which {why}, takes {percent(-more)} less"
 
 
 def proof_words(answer: Answer) -> str:

@@ -20,6 +20,9 @@ _GIVEN = {
 }
 """The options of `autopar check` that give a field; '' for what the cluster says."""
 
+_DEVICES = re.compile(r"(nnodes|nproc_per_node|num_nodes|world_size|num_processes|num_machines) ")
+"""Findings on options about devices, which the cluster says."""
+
 
 def held_refusals(target: Target, job: Job, gpus: int) -> list[Finding]:
     """What a framework finds in a job on `gpus` devices. A refusal holds if the framework has it for
@@ -57,7 +60,8 @@ def _remedies(job: Job) -> tuple[str, ...]:
     """What gives the fields that a file does not tell."""
     options = dict.fromkeys(_GIVEN.get(name) or "" for name in job.unknown)
     legal = [f"give {option}" for option in options if option]
-    told = [text for finding in job.findings if finding.kind == "unknown" for text in finding.legal]
+    open_findings = [f for f in job.findings if f.kind == "unknown" and not _DEVICES.match(f.what)]
+    told = [text for finding in open_findings for text in finding.legal]
     return tuple(dict.fromkeys([*legal, *told]))
 
 

@@ -21,15 +21,29 @@ from autopar.targets.target import (
     even_heads,
     even_positions,
     head_findings,
+    nodes_of,
+)
+from autopar.targets.trainer_words import (
+    ASPECTS,
+    SCRIPT,
+    deepspeed_words,
+    fsdp1_words,
+    in_script,
+    is_trainer,
+    kind_of,
+    trainer_held,
+    trainer_words,
 )
 from autopar.targets.unknown import open_layout
 
 _NEUTRAL = re.compile(
     r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"
-    r"dynamo_config\..*|fsdp_config\.fsdp_(auto_wrap_policy|transformer_layer_cls_to_wrap|state_dict_type|sync_module_states|use_orig_params|"
+    r"dynamo_config\.(?!dynamo_mode)\w+|fsdp_config\.fsdp_(auto_wrap_policy|transformer_layer_cls_to_wrap|state_dict_type|sync_module_states|use_orig_params|"
     r"cpu_ram_efficient_loading|backward_prefetch.*|ignored_modules|min_num_params)|deepspeed_config\.(zero3_.*|deepspeed_multinode.*|"
     r"deepspeed_hostfile|deepspeed_moe.*)|mpirun_config.*|fp8_config\..*|commands?|command_file"
 )
+SCRIPT_MICRO = f"{SCRIPT}per_device_train_batch_size"
+_ASIDE_OF_LAYOUTS = ("compute_environment", "machine_rank", "mixed_precision", "num_machines", "num_processes")  # fmt: skip
 _TOP = frozenset(
     "compute_environment debug distributed_type mixed_precision use_cpu num_processes machine_rank num_machines gpu_ids main_process_ip "
     "main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity fp8_config deepspeed_config fsdp_config "
@@ -337,7 +351,7 @@ def config_of(job: Job) -> dict[str, Any]:
         "mixed_precision": "fp8"
         if job.facts.fp8
         else {"fp32": "no"}.get(job.facts.precision, job.facts.precision),
-        "num_machines": max(1, gpus // (job.gpus_per_node or gpus)),
+        "num_machines": nodes_of(job)[1],
         "num_processes": gpus,
         "machine_rank": 0,
     }
@@ -367,6 +381,36 @@ def config_of(job: Job) -> dict[str, Any]:
 def flags_of(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
     return flat_texts(config_of(job))
+
+
+def words_of(job: Job) -> dict[str, str]:
+    """The options of a job in the words of its file: a trainer's, or Accelerate's. Raises
+    NotExpressible if these cannot say the layout.
+    """
+    if is_trainer(job):
+        return trainer_words(job)
+    kind = kind_of(job.flags)
+    if kind == "MEGATRON_LM":
+        raise NotExpressible("Accelerate hands megatron_lm_config on to Megatron-LM")
+    if kind == "DEEPSPEED":
+        return deepspeed_words(job) | {SCRIPT_MICRO: str(job.layout.micro_batch)}
+    if kind == "FSDP1":
+        return fsdp1_words(job) | in_script(job)
+    found = flags_of(job) | in_script(job)
+    return {name: text for name, text in found.items() if name not in _ASIDE_OF_LAYOUTS}
+
+
+def held(job: Job) -> dict[str, Any]:
+    """The pins that a job's file cannot change."""
+    if is_trainer(job):
+        return trainer_held(job)
+    by, kind = job.layout, kind_of(job.flags)
+    found: dict[str, Any] = {}
+    if kind in ("FSDP1", "DEEPSPEED"):
+        found = {"tp": by.tp, "cp": by.cp}
+    if kind in ("DEEPSPEED", "NO", "MULTI_GPU"):
+        found["recompute"] = by.recompute
+    return found
 
 
 def write(job: Job) -> Exported:
@@ -402,5 +446,8 @@ ACCELERATE = Target(
     flags_of,
     zero=(0, 2, 3),
     sequence_parallel=False,
+    words=words_of,
+    aspects=ASPECTS,
+    held=held,
 )
 """Hugging Face Accelerate."""

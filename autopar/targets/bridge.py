@@ -13,6 +13,7 @@ from autopar.targets.job import Exported, Finding, Job
 from autopar.targets.megatron_options import job_of, stages_for
 from autopar.targets.megatron_read import job_of_mapping, read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
+from autopar.targets.megatron_words import ASPECTS
 from autopar.targets.megatron_write import flags_of as megatron_flags
 from autopar.targets.python_calls import precision_record
 from autopar.targets.python_values import text_of
@@ -270,6 +271,35 @@ def flags_of(job: Job) -> dict[str, str]:
     return found
 
 
+_OF_STRATEGY = re.compile(
+    r"model\.((virtual_)?(tensor|pipeline|expert|context)_(model_|tensor_)?parallel\w*|sequence_parallel)"
+)
+"""What NeMo has in its strategy."""
+
+
+def words_of(job: Job) -> dict[str, str]:
+    """The overrides of a job in the words of its file. Raises NotExpressible as `flags_of`."""
+    found = flags_of(job)
+    found.pop("mixed_precision", None)
+    if not job.layout.zero:  # which recipes switch on
+        found["ddp.use_distributed_optimizer"] = "false"
+    if job.file is None or not re.search(r"nemo_run|nemo\.collections", job.file.text):
+        return found
+    moved: dict[str, str] = {}
+    for path, text in found.items():
+        name = path.rpartition(".")[2]
+        if _OF_STRATEGY.fullmatch(path):
+            path = f"trainer.strategy.{name}"
+        elif path.startswith("ddp."):
+            path = f"trainer.strategy.ddp.{name}"
+        elif path.startswith("train."):
+            path = f"data.{name}"
+        elif path.startswith("model."):
+            path = f"model.config.{name}"
+        moved[path] = text
+    return moved
+
+
 def write(job: Job) -> Exported:
     """A command with overrides for a recipe. Raises NotExpressible if Megatron-Bridge cannot run the
     job.
@@ -301,5 +331,7 @@ BRIDGE = Target(
     sharding="dist_optimizer",
     overlaps=True,
     stages=stages_for,
+    words=words_of,
+    aspects=ASPECTS,
 )
 """Megatron-Bridge and NeMo."""

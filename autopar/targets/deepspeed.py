@@ -20,7 +20,9 @@ from autopar.targets.target import (
     Source,
     Target,
     multiples_near,
+    nodes_of,
 )
+from autopar.targets.trainer_words import is_trainer, trainer_held, trainer_words
 from autopar.targets.unknown import open_layout
 
 Z = "zero_optimization."
@@ -257,6 +259,27 @@ def flags_of(job: Job) -> dict[str, str]:
     return flat_texts(config_of(job))
 
 
+def words_of(job: Job) -> dict[str, str]:
+    """The options of a job in the words of its file: a trainer's, or DeepSpeed's. Raises
+    NotExpressible if these cannot say the layout.
+    """
+    if is_trainer(job):
+        return trainer_words(job)
+    found, file = flags_of(job), job.flags
+    if "tensor_parallel.tp_size" in file:
+        found["tensor_parallel.tp_size"] = found.pop("tensor_parallel.autotp_size", "1")
+    batches = [name for name in (_BATCH, _MICRO, _STEPS) if name in file]
+    if batches:
+        missing = [name for name in (_BATCH, _MICRO, _STEPS) if name not in file]
+        found = {name: text for name, text in found.items() if name not in missing[-1:]}
+    return found
+
+
+def held(job: Job) -> dict[str, Any]:
+    """The pins that a job's file cannot change: recomputation stands in the code."""
+    return trainer_held(job) if is_trainer(job) else {"recompute": job.layout.recompute}
+
+
 def write(job: Job) -> Exported:
     """A `ds_config.json`. Raises NotExpressible if DeepSpeed cannot say the job."""
     losses = (
@@ -266,10 +289,11 @@ def write(job: Job) -> Exported:
     )
     losses += [f"sequences of {job.seq} tokens: the data decides"] if job.seq else []
     text = json.dumps(config_of(job), indent=2) + "\n"
+    per_node, nodes = nodes_of(job)
     return Exported(
         "deepspeed 0.19",
         text,
-        "deepspeed train.py --deepspeed_config ds_config.json",
+        f"deepspeed --num_gpus {per_node} --num_nodes {nodes} train.py --deepspeed_config ds_config.json",
         {},
         tuple(losses),
         "ds_config.json",
@@ -288,5 +312,7 @@ DEEPSPEED = Target(
     flags_of,
     sharding="zero",
     sequence_parallel=False,
+    words=words_of,
+    held=held,
 )
 """DeepSpeed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from math import lcm
 from typing import Any
 
 from autopar_cost_models.checks import is_whole
@@ -187,6 +188,12 @@ class Layout:
             if value is not None and not is_whole(value, 1, MOST):
                 raise AutoparError(f"{name}={shown(value)} must be a whole number >= 1")
 
+    @property
+    def least_gpus(self) -> int:
+        """The fewest devices that the layout can have."""
+        dp = self.dp or lcm(self.ep, self.copies if self.zero else 1)
+        return self.tp * self.pp * self.cp * dp
+
     def dp_on(self, gpus: int) -> int:
         """The data-parallel ranks on `gpus` devices. At least 1, also if they do not divide."""
         return self.dp or max(1, gpus // (self.tp * self.pp * self.cp))
@@ -228,6 +235,23 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFile:
+    """The file that a job was read from.
+
+    Attributes:
+        text: its text.
+        name: its name.
+        read: reads a job from another text in its place.
+        options: all its options by path, with underscores for hyphens, as texts.
+    """
+
+    text: str
+    name: str
+    read: Callable[[str], Job]
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A training job of another framework.
 
@@ -245,6 +269,7 @@ class Job:
         unmodelled: parts of weight that no price counts.
         others: the other jobs that the file may be, where it does not tell a value. Each differs
             from this one in what is not known. A refusal holds only if it holds for all of them.
+        file: the file that it was read from, or None.
     """
 
     framework: str
@@ -259,6 +284,7 @@ class Job:
     findings: tuple[Finding, ...] = ()
     unmodelled: tuple[Unmodelled, ...] = ()
     others: tuple[Job, ...] = ()
+    file: JobFile | None = field(default=None, compare=False, repr=False)
 
     @property
     def unknown(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ _ASIDE = re.compile(
 )
 """Blocks about other things than the model and its layout."""
 _KEPT = (
+    "ckpt_format",
     "devices",
     "n_gpus_per_node",
     "gpus_per_node",
@@ -235,22 +236,43 @@ def _checkpointed(values: Mapping[str, str]) -> dict[str, str]:
 def _of_slime(values: Mapping[str, str]) -> dict[str, str]:
     """What slime sets for the update of the actor."""
     nodes, each = (values.get(f"actor_num_{name}", "") for name in ("nodes", "gpus_per_node"))
-    return {
+    found = {
         "bf16": "true",
         "use_distributed_optimizer": "true",
         "seq_length": values.get("rollout_max_response_len", "4096"),
         "nnodes": nodes,
         "nproc_per_node": each or "8",
     }
+    names = ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
+    prompts, answers, steps = (values.get(name, "1") for name in names)
+    if prompts.isdigit() and answers.isdigit() and steps.isdigit() and int(steps):
+        found["global_batch_size"] = str(int(prompts) * int(answers) // int(steps))
+    if is_true(values.get("use_dynamic_batch_size", "false")):
+        found |= _of_tokens(values, found, values.get("max_tokens_per_gpu", ""))
+    return found
+
+
+def _of_tokens(values: Mapping[str, str], found: Mapping[str, str], tokens: str) -> dict[str, str]:
+    """The micro-batch that holds a number of tokens on each rank of cp, by name; {} if the sizes are
+    not known.
+    """
+    seq, cp = found.get("seq_length", ""), values.get("context_parallel_size", "1")
+    if not (tokens.isdigit() and seq.isdigit() and cp.isdigit() and int(seq)):
+        return {}
+    return {"micro_batch_size": str(max(1, int(tokens) * int(cp) // int(seq)))}
 
 
 def _of_verl(values: Mapping[str, str]) -> dict[str, str]:
     """The update of the actor: sequences of prompt and response, some of them for each prompt."""
     sizes = [values.get(name, "") for name in ("max_prompt_length", "max_response_length")]
     found = {"bf16": "true", "hidden_dropout": "0"}
+    defaults = {"sequence_parallel": "true", "use_distributed_optimizer": "true"}
+    found |= {name: text for name, text in defaults.items() if name not in values}
     if all(size.isdigit() for size in sizes):
         found["seq_length"] = str(sum(map(int, sizes)))
     prompts, answers = values.get("ppo_mini_batch_size", "256"), values.get("of_a_prompt", "1")
     if prompts.isdigit() and answers.isdigit():
         found["global_batch_size"] = str(int(prompts) * int(answers))
+    if is_true(values.get("use_dynamic_bsz", "false")):
+        found |= _of_tokens(values, found, values.get("ppo_max_token_len_per_gpu", "16384"))
     return found

@@ -95,7 +95,8 @@ def _name_of(path: str) -> str:
     """The option that a path of a recipe sets; '' for another setting."""
     block, _, name = path.rpartition(".")
     parts = block.split(".")
-    if _ASIDE.fullmatch(block) or name.isdigit() or name.startswith("@"):
+    aside = _ASIDE.fullmatch(block) and name != "ckpt_format"
+    if aside or name.isdigit() or name.startswith("@"):
         return ""
     if path in ("mixed_precision", "env_vars"):  # its options are read by name
         return ""

@@ -7,10 +7,11 @@ megatron-core 0.19.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from autopar.request.restriction import Limit, Restriction
-from autopar.targets.arguments import Arguments
+from autopar.targets.arguments import Arguments, is_none
 from autopar.targets.job import Finding, Job, ModelShape
 from autopar.targets.megatron_layout import counted_stages
 from autopar.targets.target import (
@@ -35,7 +36,9 @@ MAPPINGS = (("pp", "dp", "ep", "cp", "tp"), ("dp", "pp", "ep", "cp", "tp"))
 
 def refusals(job: Job, gpus: int) -> list[Finding]:
     """What Megatron-LM refuses at start, for the job on `gpus` devices, each with legal values."""
-    return [finding for check in _CHECKS for finding in check(job, gpus)]
+    given = {name: text for name, text in job.flags.items() if not is_none(text)}
+    known = replace(job, flags=given)
+    return [finding for check in _CHECKS for finding in check(known, gpus)]
 
 
 def _refused(what: str, theirs: str, *legal: str) -> Finding:
@@ -292,7 +295,8 @@ def _switches(job: Job, gpus: int) -> Iterator[Finding]:
                 "Must use --overlap-param-gather with --overlap-grad-reduce",
                 "--overlap-grad-reduce",
             )
-    if _on(job, "tp_comm_overlap") and not by.sequence_parallel:
+    # Megatron-Bridge switches it off itself
+    if _on(job, "tp_comm_overlap") and not by.sequence_parallel and job.framework != "bridge":
         yield _refused(
             "--tp-comm-overlap without sequence parallelism",
             "Tensor parallel communication/GEMM overlap can happen only when sequence parallelism is enabled",

@@ -44,8 +44,19 @@ _OF_ACTOR = "actor.gradient_checkpointing_enable"
 """The name in reinforcement learning, where several models are trained."""
 _PAIRS = ("train_dpo", "train_rm")
 """Trainers whose samples are pairs of answers, which one forward reads together."""
-_NEUTRAL = re.compile(r"(?!.*(fp8|quant|liger|4bit|experts_impl|muon|freeze|packing)).*")
-"""All but options that change kernels, the dtype or what is trained."""
+_NEUTRAL = re.compile(
+    r"(data|logger|ckpt|eval|algo|rollout|reward|critic|ref|vllm|adam|muon)\..*|(actor|model)\.(?!liger|compile|fp8|quant|freeze)\w+|"
+    r"train\.(seed|max_epochs|num_episodes|agent_\w+|async_\w+|colocate_\w+|ema_\w+|enable_ema|full_determinism_enable|partial_rollout_enable|"
+    r"dynamic_batch_enable)|ds\.(attn_implementation|enable_sleep|lora\.\w+|ring_attn_head_stride|use_universal_ckpt|value_head_prefix)|"
+    r"trainer|module|m|pretrain|(save|load|ckpt|eval|logging|wandb|tensorboard|max_(ckpt|samples|epochs|norm|num|mem))_?.*|(input|output|label|chosen|rejected|prompt|"
+    r"image|tokenizer|dataset|train_|disable_|apply_|best_|use_(wandb|tensorboard|ms|ds|kl|cpu)).*|(actor|critic)?_?learning_rate|l2|lr_.*|min_lr.*|"
+    r"adam_(betas|eps|weight_decay)|seed|beta|kl_.*|init_kl_coef|gamma|lambd|lambda|eps_clip.*|value_clip|temperature|top_p|n_samples_per_prompt|"
+    r"(actor|critic|ref|reward|vllm|rollout|remote|colocate|micro_rollout|generate|prompt_max|advantage|normalize|reward)_?.*|async_.*|enable_.*|"
+    r"flash_attn|lora_.*|target_modules|num_episodes|local_rank|nnodes|nproc_per_node|num_(gpus|nodes)|master_(addr|port)|include|rdzv_.*|node_rank|"
+    r"gradient_checkpointing_use_reentrant|ring_head_stride|perf|full_determinism|overlong_.*|dynamic_filtering.*|freezing_.*|multiturn|pretrain_mode|"
+    r"nll_loss_coef|label_smoothing|ipo|loss|aux_loss_coef|compute_fp32_loss|margin_loss|samples?_.*|ema_.*|address|runtime_env_json|working_dir"
+)
+"""Options that change neither time nor memory of training."""
 _BATCH = "train_batch_size"
 
 
@@ -235,9 +246,10 @@ def write(job: Job) -> Exported:
     """A launch script of OpenRLHF's supervised fine-tuning. Raises NotExpressible if it cannot run
     the job.
     """
-    per_node, _ = nodes_of(job)
+    per_node, nodes = nodes_of(job)
     flags = flags_of(job) | {"ds.param_dtype": job.facts.precision}
-    lines = [f"deepspeed --num_gpus {per_node} --module openrlhf.cli.train_sft"]
+    several = f" --num_nodes {nodes}" if nodes > 1 else ""
+    lines = [f"deepspeed --num_gpus {per_node}{several} --module openrlhf.cli.train_sft"]
     lines += [f"--{name} {text}".strip() for name, text in flags.items()]
     text = "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
     losses = ("the model and the data: set --model.model_name_or_path and --data.dataset",)

@@ -41,6 +41,7 @@ class Options:
         program: the words of the command that starts the job, or the name of a Python file.
         called: the names that a Python file calls.
         servers: commands that start an engine beside the job.
+        texts: the texts of all options by path, as they stand in the file.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Options:
     program: str = ""
     called: str = ""
     servers: tuple[str, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, end: str) -> str:
         """The path of the first option that is on and whose path is or ends with `end`; or ''."""
@@ -84,6 +86,7 @@ def options_of_job(source: Source, job: Job) -> Options:
 def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> Options:
     """Options from texts by path, with those of the files that they name."""
     plain = {re.sub(r"^[+~]*", "", path).replace("-", "_"): text for path, text in texts.items()}
+    own = dict(plain)
     plain |= _of_files(plain, source)
     values: dict[str, str] = {}
     for path, text in plain.items():
@@ -91,7 +94,7 @@ def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> Options
         if not is_false(value) and value not in _OFF:
             values[path] = "true" if value.lower() in ("true", "yes", "on") else value
     off = tuple(path for path in plain if path not in values)
-    return Options(values, off, **fields)
+    return Options(values, off, texts=own, **fields)
 
 
 def _of_data(source: Source, suffix: str) -> Mapping[str, object]:

@@ -24,7 +24,7 @@ from autopar.targets.target import Source, Target
 from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.transformers import TRANSFORMERS
 from autopar.targets.unknown_branches import over_branches
-from autopar.targets.unmodelled import with_unmodelled
+from autopar.targets.unmodelled import whole_job
 from autopar.targets.unread import refuse_unread
 from autopar.targets.verl import VERL
 
@@ -147,7 +147,7 @@ def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | 
     source = Source(text, Path(path).name, beside, function, given, exact)
     read = target_of(target).read if target is not None else _reader_of(source)
     if read is not None:
-        return with_unmodelled(over_branches(source, read), source)
+        return whole_job(lambda changed: over_branches(changed, read), source)
     if re.search(r'"(model_type|architectures)"\s*:', text):
         raise AutoparError(f"{path} is no job: it describes a model: give it as --model hf:{path}")
     raise AutoparError(

@@ -42,6 +42,19 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Aspect:
+    """One thing that a layout says, in a framework's options.
+
+    Attributes:
+        fields: the fields of `Layout` that say it.
+        options: a pattern of the options that say it, with underscores for hyphens.
+    """
+
+    fields: tuple[str, ...]
+    options: str
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """Another framework.
 
@@ -62,6 +75,10 @@ class Target:
         sequence_parallel: whether tp can shard the activations between products.
         overlaps: whether its texts say that gradients are reduced beside compute.
         stages: (stages of a rank, layers of each stage) of a job whose model is not that of its file.
+        words: a job's options in the form and release of the file that it was read from, by name;
+            None if those are `flags`.
+        aspects: what options say of a layout, each option in one of them.
+        held: the pins that a job's file cannot change.
     """
 
     name: str
@@ -80,6 +97,9 @@ class Target:
     sequence_parallel: bool = True
     overlaps: bool = False
     stages: Callable[[Job], tuple[int, tuple[int, ...]]] | None = None
+    words: Callable[[Job], dict[str, str]] | None = None
+    aspects: tuple[Aspect, ...] = ()
+    held: Callable[[Job], Mapping[str, Any]] | None = None
 
     def software_for(self, generation: str, **facts: Any) -> Software:
         """How the framework runs a plan, for devices of a generation such as 'hopper'. `facts` are
@@ -94,9 +114,13 @@ class Target:
 
 
 def nodes_of(job: Job) -> tuple[int, int]:
-    """(devices of a node, number of nodes) of a job; up to 8 devices are one node by default."""
-    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
-    return per_node, max(1, (job.gpus or per_node) // per_node)
+    """(devices of a node, number of nodes) of a job, whose product is its number of devices; up to 8
+    devices are one node by default.
+    """
+    gpus = job.gpus or job.layout.least_gpus
+    most = min(job.gpus_per_node or 8, gpus)
+    per_node = next(number for number in range(most, 0, -1) if gpus % number == 0)
+    return per_node, gpus // per_node
 
 
 def torchrun(job: Job) -> str:

@@ -21,8 +21,8 @@ WRITTEN = {
 }
 SCHEDULES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
 _NEUTRAL = re.compile(
-    r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|fault_tolerance|experimental|debug|"
-    r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
+    r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|debug|"
+    r"dataloader|override)\..*|experimental\.custom_\w+|fault_tolerance\.(?!enable)\w+|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
     r"mixed_precision_reduce)|model\.(hf_assets_path|tokenizer_path|print_after_conversion)|compile\.(components|backend)|"
     r"parallelism\.(context_parallel_(load_balancer|rotate_method)|spmd_backend|pipeline_parallel_schedule_csv)|module|config|"
     r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path|m|"
@@ -125,13 +125,14 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     vpp, stages = _stages(args, shape, pp, schedule) if pp > 1 else (1, ())
     micro_batch, batch, accumulation, seq = _batches(args, pp)
     sequence_parallel = tp > 1 and args.flag(f"{P}enable_sequence_parallel") is not False
+    ep = args.whole(f"{P}expert_parallel_degree") or 1
     return Layout(
         tp=tp,
         pp=pp,
         cp=cp,
         dp=replicas * shard if shard else None,
-        ep=args.whole(f"{P}expert_parallel_degree") or 1,
-        etp=args.whole(f"{P}expert_tensor_parallel_degree"),
+        ep=ep,
+        etp=args.whole(f"{P}expert_tensor_parallel_degree") or (1 if ep > 1 else None),
         vpp=vpp,
         stages=stages,
         micro_batch=micro_batch,

@@ -151,6 +151,11 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
                 positions,
             ),
             even_experts(shape),
+            Limit(
+                "has whole experts beside tp",
+                "ep=1 or tp=1",
+                lambda choice: choice.mesh.ep == 1 or choice.mesh.tp == 1,
+            ),
             ONE_ORDER,
         ),
     )

@@ -42,9 +42,7 @@ def flags_of(job: Job) -> dict[str, str]:
     found |= {f"{P}tensor_parallel_degree": str(by.tp), f"{P}context_parallel_degree": str(by.cp)}
     found |= {f"{P}pipeline_parallel_degree": str(by.pp), f"{P}expert_parallel_degree": str(by.ep)}
     found |= {} if by.sequence_parallel or by.tp == 1 else {f"{P}enable_sequence_parallel": "False"}
-    found |= (
-        {f"{P}fsdp_reshard_after_forward": "never" if by.zero == 2 else "always"} if by.zero else {}
-    )
+    found[f"{P}fsdp_reshard_after_forward"] = "never" if by.zero == 2 else "always"
     local = batch // dp if by.pp > 1 else by.micro_batch
     found |= {f"{T}local_batch_size": str(local), f"{T}global_batch_size": str(batch)}
     found |= {f"{T}seq_len": str(job.seq)} if job.seq else {}

@@ -30,6 +30,7 @@ from autopar.targets.target import (
     even_heads,
     torchrun,
 )
+from autopar.targets.trainer_words import in_script
 from autopar.targets.unknown import open_layout, with_others
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
@@ -237,6 +238,16 @@ def flags_of(job: Job) -> dict[str, str]:
     return {name: str(value) for name, value in config_of(job).items()}
 
 
+def words_of(job: Job) -> dict[str, str]:
+    """The arguments as texts, with the batches, which stand in the training script."""
+    return flags_of(job) | in_script(job)
+
+
+def held(job: Job) -> dict[str, Any]:
+    """The pins that a job's file cannot change: recomputation stands in the training script."""
+    return {"recompute": job.layout.recompute}
+
+
 def write(job: Job) -> Exported:
     """The JSON of a `DistributedConfig`. Raises NotExpressible if it cannot say the job."""
     by, gpus = job.layout, job.gpus or 1
@@ -267,5 +278,7 @@ TRANSFORMERS = Target(
     flags_of,
     zero=(0, 3),
     sequence_parallel=False,
+    words=words_of,
+    held=held,
 )
 """Hugging Face Transformers."""

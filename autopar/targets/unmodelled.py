@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.targets.adapters import partly_trained
 from autopar.targets.beside import beside
-from autopar.targets.job import Job, Unmodelled
+from autopar.targets.job import Job, JobFile, Unmodelled
 from autopar.targets.raw_options import options_of_job
 from autopar.targets.target import Source
 from autopar.targets.weight_rules import RULES
 from autopar.targets.weights import parts_by_rule
 
 
-def with_unmodelled(job: Job, source: Source) -> Job:
-    """The job with the parts that no price counts. Options that say them are no longer listed among
-    those without a price.
+def whole_job(read: Callable[[Source], Job], source: Source) -> Job:
+    """The job that `read` reads from a source, with the parts that no price counts, and with its file.
+    Options that say such parts are no longer listed among those without a price.
     """
+    job = read(source)
     options = options_of_job(source, job)
     around = beside(job, options)
     found = (*job.unmodelled, *partly_trained(job, options), *around.parts)
@@ -25,8 +27,17 @@ def with_unmodelled(job: Job, source: Source) -> Job:
     parts = tuple({part.what: part for part in reversed(found)}.values())[::-1]
     names = {_name(part) for part in parts}
     unpriced = tuple(text for text in job.unpriced if _end(text) not in names)
+    findings = (*job.findings, *around.notes)
+
+    def again(text: str) -> Job:
+        return whole_job(read, replace(source, text=text))
+
     return replace(
-        job, unmodelled=parts, unpriced=unpriced, findings=(*job.findings, *around.notes)
+        job,
+        unmodelled=parts,
+        unpriced=unpriced,
+        findings=findings,
+        file=JobFile(source.text, source.name, again, options.texts),
     )
 
 

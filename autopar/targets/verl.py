@@ -27,6 +27,7 @@ from autopar.targets.target import (
     Source,
     Target,
     multiples_near,
+    nodes_of,
 )
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -44,10 +45,19 @@ _KNOWN = frozenset(name for names in _NAMES.values() for name in names)
 _STRATEGY = (f"{_ACTOR}strategy", "model.strategy", "engine.strategy", "engine")
 _COUNTED = re.compile(
     r"(actor_rollout_ref\.(actor|model)|model|engine)\.(.*\.)?"
-    r"(use_(liger|fused_kernels|torch_compile)|\w*quant\w*|.*fp8.*|entropy_checkpointing|\w*dtype|use_remove_padding)"
+    r"[\w.]+"
 )
-"""Options that change kernels or the dtype. All others need no price."""
-_NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|.*use_remove_padding|.*use_torch_compile")
+"""Options of what is trained. All others need no price."""
+_PLAIN = (
+    r"(.*\.)?(optim|policy_loss|checkpoint|profiler|router_replay|wrap_policy|override_config|tool_config|mtp|lora)\..*|"
+    r"(.*\.)?(clip_ratio(_\w+)?|tau_\w+|loss_\w+|entropy_coeff|calculate_\w+|use_kl_loss|kl_loss_\w+|ppo_epochs|shuffle|data_loader_seed|"
+    r"grad_clip|rollout_n|use_orig_params|seed|full_determinism|forward_(prefetch|only)|strategy|path|hf_config_path|tokenizer_path|use_shm|"
+    r"trust_remote_code|custom_chat_template|external_lib|lora_(rank|alpha|adapter_path)|target_modules|exclude_modules|pad_to_\w+|"
+    r"use_remove_padding|use_torch_compile|_target_|min_num_params|freeze_vision_tower|model_type|partial_pretrain|enable_gradient_checkpointing|"
+    r"entropy_from_logits_chunk_size|(param|optimizer)_offload|ulysses_sequence_parallel_size|ppo_\w+|use_dynamic_bsz|nccl_timeout)"
+)
+_NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|{_PLAIN}")
+"""Options that change neither time nor memory, and those of other parts."""
 
 
 def _reads(source: Source) -> bool:
@@ -272,14 +282,21 @@ def flags_of(job: Job) -> dict[str, str]:
     return {_name(job, what): text for what, text in found.items()}
 
 
+def words_of(job: Job) -> dict[str, str]:
+    """The overrides of a job by path, in the trainer of its file. Raises NotExpressible as `flags_of`."""
+    found = flags_of(job)
+    if job.layout.zero == 2:  # what is gathered is kept by FSDP 2 alone
+        supervised = any(name.startswith("data.micro_batch_size") for name in job.flags)
+        name = "model.strategy" if supervised else f"{_ACTOR}strategy"
+        found[next((n for n in _STRATEGY if n in job.flags), name)] = "fsdp2"
+    return found
+
+
 def write(job: Job) -> Exported:
     """A launch script of verl. Raises NotExpressible if its FSDP cannot run the job."""
     found = flags_of(job) | {f"{_ACTOR}strategy": "fsdp2"}
-    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
-    found |= {
-        "trainer.n_gpus_per_node": str(per_node),
-        "trainer.nnodes": str(max(1, (job.gpus or 1) // per_node)),
-    }
+    per_node, nodes = nodes_of(job)
+    found |= {"trainer.n_gpus_per_node": str(per_node), "trainer.nnodes": str(nodes)}
     lines = [
         "python3 -m verl.trainer.main_ppo",
         *(f"{path}={text}" for path, text in found.items()),
@@ -306,5 +323,6 @@ VERL = Target(
     flags_of,
     zero=(0, 2, 3),
     sequence_parallel=False,
+    words=words_of,
 )
 """verl with FSDP."""

@@ -101,6 +101,7 @@ _KERNELS = (
          "use_fused_kernels|entropy_checkpointing|entropy_from_logits_with_chunking", "a loss that keeps no logits"),
     Rule("cross_entropy_fusion_impl", "a loss that keeps no logits", value="linear"),
     Rule("tiled_mlp(.enabled)?|use_tiled_mlp", "MLPs in tiles"),
+    Rule("dynamo_mode", "CUDA graphs, and kernels that are tuned", value="reduce.overhead|max.autotune.*"),
     Rule("torch_compile(_mode|_backend)?|compile(.enabled?)?", "torch.compile", needs="uncompiled",
          value="true|max.autotune.*|reduce.overhead|inductor"),
     Rule("(ds.)?deepcompile|compile.deepcompile|enable_compiled_autograd", "a compiler without a price"),
@@ -114,6 +115,7 @@ _KERNELS = (
     Rule("packing|neat_packing|sample_packing|padding_free|batch_flattening|(ds.)?packing_samples|sequence_packing(.enabled)?|enable_sequence_packing|"
          "packed_sequence(_size|.packed_sequence_size)?|packed_sequence_specs.packed_sequence_size|reset_attention_mask|block_diag_attn",
          "packed samples, whose attention stays within each", "time"),
+    Rule("dynamic_batching.enabled", "micro-batches with a number of tokens"),
     Rule("progressive_layer_drop.enabled|data_efficiency.enabled|curriculum_learning.enabled", "layers or tokens that are left out"),
     Rule("auto_find_batch_size", "a micro-batch that is found at run time"),
 )  # fmt: skip

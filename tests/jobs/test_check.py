@@ -175,9 +175,11 @@ def test_the_model_and_the_length_may_come_from_outside(tmp_path: Path) -> None:
     path.write_text(
         "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
     )
-    job = autopar.read_job(path).with_batches(1, 8)
+    job = autopar.read_job(path)
     assert "give --seq" in job.check("h100:8", advise=False).why_not
     assert "give --model" in job.check("h100:8", seq=128, advise=False).why_not
+    assert "micro_batch" in job.check("h100:8", model="llama-tiny", seq=64, advise=False).why_not
+    job = job.with_batches(2, 64)
     found = job.check("h100:8", model="llama-tiny", seq=64, advise=False)
     assert found.plan.zero == 3 and found.plan.mesh.dp == 8
 

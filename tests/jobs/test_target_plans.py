@@ -83,15 +83,18 @@ def test_a_pipeline_for_megatron(traced) -> None:
         plan.export("accelerate")
 
 
-@pytest.mark.parametrize("name", ["megatron", "torchtitan"])
-def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on(name: str) -> None:
+def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on() -> None:
     spec = parse_model(
         "moe:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,seq=256,experts=4"
     )
     shape = shape_of(spec)
     request = PlanRequest(CLUSTER, 16, Pins.of({"tp": 2, "ep": 2}), "bf16", False, spec.name)
-    request = request.within(TARGETS[name].restriction(shape, 256))
-    plan = api.plan_traced(api.trace_spec(spec, 256), request, 30.0)
+    traced = api.trace_spec(spec, 256)
+    titan = request.within(TARGETS["torchtitan"].restriction(shape, 256))
+    with pytest.raises(AutoparError, match="has whole experts beside tp"):
+        api.plan_traced(traced, titan, 30.0)
+    request = request.within(TARGETS["megatron"].restriction(shape, 256))
+    plan = api.plan_traced(traced, request, 30.0)
     losses = [
         str(axes["tp"].inputs[0])
         for block in plan.blocks

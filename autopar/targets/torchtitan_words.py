@@ -1,0 +1,56 @@
+"""torchtitan's options as the file of a job has them: of 0.3, of 0.2, or of 2024."""
+
+from __future__ import annotations
+
+import json
+
+from autopar.targets.job import Job
+from autopar.targets.target import Aspect, NotExpressible
+from autopar.targets.torchtitan_options import MODE, OPTION, P, T
+from autopar.targets.torchtitan_read import EARLIER
+from autopar.targets.torchtitan_write import flags_of
+
+ASPECTS = (
+    Aspect(("tp",), r"(parallelism|training)\.tensor_parallel_degree"),
+    Aspect(("pp", "vpp", "stages", "schedule", "micro_batch"),
+           r"(parallelism|experimental)\.(pipeline_parallel_(?!.*csv)\w+|module_fqns_per_model_part)|training\.disable_cuda_graphs"),
+    Aspect(("cp",), r"(parallelism|experimental)\.context_parallel_degree"),
+    Aspect(("ep", "etp"), r"parallelism\.expert_(tensor_)?parallel_degree|training\.disable_cuda_graphs"),
+    Aspect(("sequence_parallel",), r"parallelism\.enable_sequence_parallel"),
+    Aspect(("zero", "copies", "dp", "pp"), r"(parallelism|training)\.(data_parallel_\w+|fsdp_reshard_after_forward)"),
+    Aspect(("micro_batch", "global_batch", "accumulation", "pp", "dp"), r"training\.((local_|global_)?batch_size)"),
+    Aspect(("recompute", "recompute_layers"), r"activation_checkpoint(\.\w+)?"),
+    Aspect(("offload",), r"training\.enable_cpu_offload"),
+)  # fmt: skip
+"""What options say of a layout."""
+
+
+def words_of(job: Job) -> dict[str, str]:
+    """The options of a job by name, in the words of its file. Raises NotExpressible if the release of
+    the file cannot run it.
+    """
+    found, file = flags_of(job), job.flags
+    if job.layout.global_batch is None:  # the default follows from the other sizes
+        found.pop(f"{T}global_batch_size")
+    if not file or "module" in file:
+        return found
+    policy = found.pop("activation-checkpoint")
+    found[MODE] = policy
+    found |= {OPTION: "op"} if policy == "selective" else {}
+    found.pop(f"{T}disable_cuda_graphs", None)
+    if found.pop(f"{P}enable_sequence_parallel", "True") == "False":
+        raise NotExpressible("torchtitan before 0.3 cannot say whole activations beside tp")
+    parts = f"{P}module_fqns_per_model_part"
+    if parts in found:
+        found[parts] = json.dumps([part.split(",") for part in found[parts].split()])
+    own = job.file.options if job.file is not None else {}
+    if job.layout.pp > 1 and any(name.startswith("experimental.") for name in own):
+        raise NotExpressible("torchtitan of 2024 cuts a pipeline by names of layers alone")
+    if f"{T}batch_size" in own:
+        found[f"{T}batch_size"] = found.pop(f"{T}local_batch_size")
+        local = int(found[f"{T}batch_size"])
+        batch = int(found.pop(f"{T}global_batch_size", "0"))
+        if batch and batch != local * job.layout.dp_on(job.gpus or 1):
+            raise NotExpressible(f"this release of torchtitan cannot say a global batch of {batch}")
+    renamed = {now: name for name, now in EARLIER.items() if name in own}
+    return {renamed.get(name, name): text for name, text in found.items()}
