@@ -55,9 +55,10 @@ _TOP = frozenset(
 
 def _reads(source: Source) -> bool:
     marks = r"^\s*[\"']?(distributed_type|compute_environment)[\"']?\s*:"
-    return (
-        not source.text.startswith("#!") and re.search(marks, source.text, re.MULTILINE) is not None
-    )
+    of_deepspeed = re.search(r'^[\s{]*"zero_optimization"\s*:', source.text, re.MULTILINE)
+    stray = of_deepspeed is not None and "deepspeed_config" not in source.text
+    is_text = not source.text.startswith("#!") and not stray
+    return is_text and re.search(marks, source.text, re.MULTILINE) is not None
 
 
 def read(source: Source) -> Job:

@@ -126,7 +126,8 @@ class Arguments:
         """The job with these fields, the options that were read, those without a price and what was
         found. Options that match `neutral` need no price; without it none is listed.
         """
-        flags = {name: value for name, value in self.values.items() if name in self.read}
+        set_ = {name: value for name, value in self.values.items() if not is_none(value)}
+        flags = {name: value for name, value in set_.items() if name in self.read}
         unpriced = self.rest(neutral) if neutral else ()
         return Job(
             framework,
@@ -166,14 +167,13 @@ def note_model(args: Arguments, *names: str) -> None:
 
 def unread_files(script: Script) -> list[Finding]:
     """A finding for each file that a script reads and that is not there."""
-    return [
-        Finding(
-            "unknown",
-            f"the script reads {name}, which is not beside it: values may stand there",
-            legal=(f"put {name} beside the file",),
-        )
-        for name in script.unread
-    ]
+    return [unread_file(name) for name in script.unread]
+
+
+def unread_file(name: str) -> Finding:
+    """The finding for a file that a script reads and that is not there."""
+    what = f"the script reads {name}, which is not beside it: values may stand there"
+    return Finding("unknown", what, legal=(f"put {name} beside the file",))
 
 
 def may_be_options(word: str) -> bool:

@@ -123,7 +123,6 @@ class Assignments(Conditions):
     def store(self, name: str, value: Value, adds: bool, line: int) -> None:
         """Sets a variable, or adds to it."""
         old = self.script.variables.get(name)
-        self.script.doubtful.discard(name)
         if self.unsure:
             self._maybe(name, old, value, adds, line)
         elif adds and isinstance(value, tuple):

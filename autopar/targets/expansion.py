@@ -68,27 +68,26 @@ class Script:
         variables: the last value of each variable.
         environment: what variables are for single programs, as in `NAME=4 torchrun`.
         notes: what was assumed, one sentence each.
-        unread: files that the script reads with `source` and that are not there.
+        unread: files that the script reads with `source` and that are not there, with the place. The
+            branch that can be assumed there is that the file changes all variables.
         files: the text of each file that the script writes from a here-document, by its name.
         stops: the line of the `exit` that ends it, or 0.
         steps: the commands that were read, those of functions counted each time.
         assumed: which branch is taken at a test or `case` that the file does not decide, by its
             place; 1 is that of a test that holds.
         undecided: the number of branches at each other such place.
-        doubtful: the variables that a file may have changed which is not there.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     environment: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    unread: dict[str, Place] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     stops: int = 0
     steps: int = 0
     assumed: Mapping[Place, int] = field(default_factory=dict)
     undecided: dict[Place, int] = field(default_factory=dict)
-    doubtful: set[str] = field(default_factory=set)
 
     def branch(self, place: Place, branches: int) -> int | None:
         """The branch that is assumed at a place; None if none is, which is noted."""

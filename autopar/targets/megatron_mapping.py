@@ -160,6 +160,8 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
         found = {"bf16": "true"} | found
     if "cutoff_len" in values or "per_device_train_batch_size" in values:
         found = {"hidden_dropout": "0"} | found
+        if found.get("recompute_granularity") == "full":  # LLaMA-Factory's adapter fills these in
+            found = {"recompute_method": "uniform", "recompute_num_layers": "1"} | found
     return found
 
 

@@ -177,7 +177,7 @@ def _of_script(source: Source) -> Job:
     of_file, told = _of_deepspeed(options, script.reader(source.read_file))
     options |= of_file
     findings += told
-    missing = (*unstated(missing, options), *_doubtful(source.text, script, options))
+    missing = unstated(missing, options)
     if swift:
         missing += _add_precision(options, findings)
     if any(finding.kind == "unknown" for finding in told):
@@ -294,13 +294,6 @@ def _matters(note: str) -> bool:
         )
         is not None
     )
-
-
-def _doubtful(text: str, script: Script, options: Mapping[str, str]) -> list[str]:
-    """The options whose values are variables that a file may have changed which is not there."""
-    pairs = re.findall(r"--([\w-]+)(?:=|\s+)[\"']?\$\{?(\w+)", text) if script.doubtful else []
-    names = {option.replace("-", "_") for option, name in pairs if name in script.doubtful}
-    return [name for name in options if name in names]
 
 
 def _loose_words(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from autopar.targets.target import (
     head_findings,
     torchrun,
 )
+from autopar.targets.unknown import with_open
 
 P, M, T = "parallelism.", "model.model_config.", "tokens."
 _BESIDE = ("model.init_method", "model.dtype", "model.ddp_bucket_cap_mb", "model.make_vocab")
@@ -60,7 +62,12 @@ def read(source: Source) -> Job:
     data = read_mapping(source.text, source.name)
     if not isinstance(data.get("parallelism"), dict):
         raise AutoparError(f"no job: {source.name} has no block parallelism")
-    args = Arguments(_as_today(flat_texts(data)))
+    return with_open(_job_of, _as_today(flat_texts(data)))
+
+
+def _job_of(values: Mapping[str, str]) -> tuple[Job, Arguments]:
+    """The job of options by path, and the arguments as read."""
+    args = Arguments(values)
     dp, tp, pp = (args.whole(f"{P}{name}") or 1 for name in ("dp", "tp", "pp"))
     ep, cp = (
         args.whole(f"{P}expert_parallel_size") or 1,
@@ -102,9 +109,10 @@ def read(source: Source) -> Job:
             "note",
             f"{empty} of {pp} ranks of the pipeline have no layer: it cuts by the cost of layers and head",
         )
-    return args.job(
+    job = args.job(
         "nanotron", _NEUTRAL, shape=shape, layout=layout, gpus=gpus, seq=seq, facts=facts
     )
+    return job, args
 
 
 def _uneven(stages: tuple[int, ...]) -> tuple[int, ...]:

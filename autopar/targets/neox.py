@@ -229,6 +229,11 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         found.append(Finding("refused", f"{BATCH} {batch} is not {by.micro_batch} x {steps or 'steps'} x {by.dp_on(gpus)}",
                              "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size",
                              legal))  # fmt: skip
+    hidden, heads = job.shape.hidden, job.shape.heads
+    if heads and hidden % heads:
+        what = f"{heads} attention heads do not divide a hidden size of {hidden}"
+        legal = tuple(f"num_attention_heads: {d}" for d in divisors_near(hidden, heads))
+        found.append(Finding("refused", what, f"{hidden} is not divisible by {heads}", legal))
     found += head_findings(job, "num_attention_heads must be divisible by model_parallel_size", "model_parallel_size:")  # fmt: skip
     if by.pp > 1 and by.zero > 1:
         found.append(Finding("refused", f"ZeRO-{by.zero} with a pipeline", "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",

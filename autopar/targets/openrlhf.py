@@ -26,6 +26,7 @@ from autopar.targets.target import (
     even_heads,
     nodes_of,
 )
+from autopar.targets.unknown import with_open
 
 _NAMES = {
     "zero": ("ds.zero_stage", "zero_stage"),
@@ -81,15 +82,22 @@ def read(source: Source) -> Job:
             trainer = next((m[1] for w in words if (m := re.search(r"(train_\w+)", w))), "")
     if not values:
         raise AutoparError(f"no job: no command of {source.name} has options of OpenRLHF")
-    args = Arguments(values | {"trainer": trainer})
-    args.findings += unread_files(script)
+    findings = unread_files(script)
+    return with_open(lambda options: _job_of(options, trainer, findings), values)
+
+
+def _job_of(
+    values: Mapping[str, str], trainer: str, findings: list[Finding]
+) -> tuple[Job, Arguments]:
+    """The job of options by name, and the arguments as read."""
+    args = Arguments({**values, "trainer": trainer}, list(findings))
     layout, seq = _layout(args, args.text("trainer") or "")
     nodes = args.whole("nnodes", "num_nodes", "actor.num_nodes", "actor_num_nodes")
     per_node = args.whole(
         "nproc_per_node", "num_gpus", "actor.num_gpus_per_node", "actor_num_gpus_per_node"
     )
     _note(args, trainer)
-    return args.job(
+    job = args.job(
         "openrlhf",
         _NEUTRAL,
         layout=layout,
@@ -98,6 +106,7 @@ def read(source: Source) -> Job:
         seq=seq,
         facts=_facts(args, layout),
     )
+    return job, args
 
 
 def _layout(args: Arguments, trainer: str) -> tuple[Layout, int | None]:
@@ -111,7 +120,8 @@ def _layout(args: Arguments, trainer: str) -> tuple[Layout, int | None]:
         micro = max(1, tokens // seq)
         args.find("note", f"micro-batches hold {tokens} tokens: priced as {micro} of {seq}")
     elif micro is None:
-        args.find("unknown", "the micro-batch does not stand in the file: 1 is taken",
+        args.open.add(_NAMES["micro"][0])
+        args.find("unknown", "the micro-batch does not stand in the file",
                   legal=("give --micro-batch",))  # fmt: skip
     answers = 1 + (trainer in _PAIRS)
     if answers > 1:

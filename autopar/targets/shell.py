@@ -347,7 +347,7 @@ class _Reader(ScriptFiles):
         elif self.sets(words, node.line):
             return
         elif name in ("source", ".") and len(words) > 1:
-            self._source(words[1])
+            self._source(words[1], node.line)
         elif name in ("exit", "return", "break", "continue"):
             self._ends(words, node.line)
         elif name == "eval" and len(words) > 1:
@@ -409,14 +409,16 @@ class _Reader(ScriptFiles):
         except AutoparError:
             self.script.commands.append((tuple(text.split()), node.end))
 
-    def _source(self, name: str) -> None:
+    def _source(self, name: str, line: int) -> None:
         # `source $(dirname $0)/common.sh`: the folder is not known, and is most often that of the script
         known = name.rpartition(CLOSE)[2].lstrip("/") if not is_known(name) else name
         text = self.read_file(known) if known and is_known(known) else None
         if text is None and _ENVIRONMENT.search(shown_value(name).strip()):
             return
         if text is None:
-            self.script.unread.append(shown_value(name))
-            self.script.doubtful |= set(self.script.variables)
+            place = self.script.unread.setdefault(shown_value(name), (line, "source"))
+            if self.script.branch(place, 1) is not None:
+                names = self.script.variables
+                names.update({name: unknown(f"${name}") for name in names})
         else:
             self._run(parse(text))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import is_none
+from autopar.targets.arguments import Arguments, is_none
 from autopar.targets.job import Job
 
 Options = Mapping[str, str]
@@ -93,6 +93,19 @@ VALUES: dict[str, tuple[str, ...]] = {
     "group_query_attention": _SWITCH,
     "untie_embeddings_and_output_weights": _SWITCH,
     "recompute_method": ("uniform", "block"),
+    "enable_gradient_checkpointing": _SWITCH,
+    "gradient_checkpointing_enable": _SWITCH,
+    "adam_offload": _SWITCH,
+    "reshard_after_forward": _SWITCH,
+    "offload_policy": _SWITCH,
+    "offload_params": _SWITCH,
+    "use_dynamic_bsz": _SWITCH,
+    "recompute_layer": _SWITCH,
+    "accumulate_grad_in_fp32": _SWITCH,
+    "tp_mode": ("ALL_REDUCE", "REDUCE_SCATTER"),
+    "mixed_precision": ("no", "bf16", "fp16"),
+    "dtype": ("bfloat16", "float32"),
+    "param_dtype": ("bf16", "fp32"),
     "optim": ("adamw_torch", "sgd"),
     "gradient_checkpointing": _SWITCH,
     "pipeline_parallel_schedule": ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
@@ -191,6 +204,14 @@ def with_others(
             continue
         found += [replace(one, others=(), findings=()) for one in (other, *other.others)]
     return replace(job, others=distinct(job, found))
+
+
+def with_open(read: Callable[[Options], tuple[Job, Arguments]], options: Options) -> Job:
+    """The job that `read` gives for options by name, with all that it may be besides: `read` tells
+    by the arguments which of them have no known value.
+    """
+    job, args = read(options)
+    return with_others(job, lambda changed: read(changed)[0], options, sorted(args.open))
 
 
 def distinct(job: Job, others: Iterable[Job]) -> tuple[Job, ...]:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.targets.job import Job, Unmodelled
+from autopar.targets.arguments import unread_file
+from autopar.targets.expansion import Place
+from autopar.targets.job import Finding, Job, Unmodelled
 from autopar.targets.target import Source
 from autopar.targets.unknown import distinct
 
@@ -29,7 +31,7 @@ def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
     except AutoparError:
         return job
     places = [(place, n) for place, count in script.undecided.items() for n in range(count)]
-    others = list(job.others)
+    others, told = list(job.others), set[Place]()
     commands = script.commands
     read_branches = min(MOST_READINGS, MOST_STEPS_OF_ALL // max(1, script.steps))
     for place, branch in places[:read_branches]:
@@ -39,10 +41,21 @@ def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
                 continue
             other = read(assumed)
         except AutoparError:  # the script ends there
+            told.add(place)
             continue
-        others.append(replace(other, others=(), findings=()))
+        found = [replace(one, others=(), findings=()) for one in (other, *other.others)]
+        others += found
+        if set(replace(job, others=tuple(found)).unknown) - {"gpus"}:  # those of the cluster count
+            told.add(place)
     left = ()
     if len(places) > read_branches:
         said = f"{len(places)} branches that the script does not decide, of which {read_branches} are read"
         left = (Unmodelled(said),)
-    return replace(job, others=distinct(job, others), unmodelled=(*job.unmodelled, *left))
+    job = replace(job, others=distinct(job, others), unmodelled=(*job.unmodelled, *left))
+    if left:
+        return job
+    # of a file that is not there and moves no option only its name is told
+    moves_none = [name for name, place in script.unread.items() if place not in told]
+    notes = {unread_file(name): Finding("note", f"the script reads {name}, which is not beside it: no value that is priced stands on it")
+             for name in moves_none}  # fmt: skip
+    return replace(job, findings=tuple(notes.get(finding, finding) for finding in job.findings))

@@ -5,6 +5,7 @@ supervised fine-tuning. verl with Megatron-LM is read as Megatron-LM's options.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -29,6 +30,7 @@ from autopar.targets.target import (
     multiples_near,
     nodes_of,
 )
+from autopar.targets.unknown import with_open
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _NAMES = {
@@ -94,8 +96,12 @@ def read(source: Source) -> Job:
     values, findings = _values(source)
     if not _KNOWN & set(values):
         raise AutoparError(f"no job: no command of {source.name} has overrides of verl")
-    args = Arguments(values)
-    args.findings += findings
+    return with_open(lambda options: _job_of(options, findings), values)
+
+
+def _job_of(values: Mapping[str, str], findings: list[Finding]) -> tuple[Job, Arguments]:
+    """The job of overrides by path, and the arguments as read."""
+    args = Arguments(values, list(findings))
     per_node = args.whole("nproc_per_node", "trainer.n_gpus_per_node")
     nodes = args.whole("nnodes", "trainer.nnodes") or 1
     gpus = per_node * nodes if per_node else None
@@ -104,8 +110,9 @@ def read(source: Source) -> Job:
     for name in ("entropy_checkpointing", "use_torch_compile"):
         args.flag(f"{_ACTOR}{name}")
     facts = Facts("bf16", dropout=0.0)
-    return args.job("verl", _NEUTRAL, layout=layout, gpus=gpus, gpus_per_node=per_node, seq=seq,
-                    facts=facts)  # fmt: skip
+    job = args.job("verl", _NEUTRAL, layout=layout, gpus=gpus, gpus_per_node=per_node, seq=seq,
+                   facts=facts)  # fmt: skip
+    return job, args
 
 
 def _values(source: Source) -> tuple[dict[str, str], list[Finding]]:
@@ -173,7 +180,8 @@ def _micro(args: Arguments, cp: int, seq: int | None, gpus: int | None) -> int:
     if own is None and total and gpus:  # of all ranks, in earlier versions
         return max(1, total * cp // gpus)
     if own is None:
-        args.find("unknown", "the micro-batch does not stand in the file: 1 is taken",
+        args.open.add(_NAMES["micro"][0])
+        args.find("unknown", "the micro-batch does not stand in the file",
                   legal=("give --micro-batch",))  # fmt: skip
     return own or 1
 

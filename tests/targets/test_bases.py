@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -440,6 +441,25 @@ def config():
     assert job.layout.stages == (3, 5) and "stages" not in job.unknown
 
 
+def test_heads_of_gpt_neox_divide_its_width(tmp_path: Path) -> None:
+    text = re.sub(r'"num_attention_heads": \d+', '"num_attention_heads": 36', NEOX)
+    said = refused(read_job(files(tmp_path, a_yml=text) / "a.yml"), 32)
+    assert any("not divisible by 36" in words for words in said)
+
+
+def test_a_file_of_deepspeed_with_a_stray_key(tmp_path: Path) -> None:
+    ds = '{"distributed_type": "DEEPSPEED", "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}'
+    job = read_job(files(tmp_path, ds_json=ds) / "ds.json")
+    assert (job.framework, job.layout.zero, job.layout.micro_batch) == ("deepspeed", 2, 2)
+
+
+def test_recomputation_of_llama_factory_with_megatron(tmp_path: Path) -> None:
+    text = "model_name_or_path: a\ncutoff_len: 4096\nper_device_train_batch_size: 1\nbf16: true\n" \
+           "tensor_model_parallel_size: 1\npipeline_model_parallel_size: 4\nrecompute_granularity: full\n"  # fmt: skip
+    job = read_job(files(tmp_path, a_yaml=text) / "a.yaml")
+    assert job.layout.recompute == "full" and refused(job, 8) == []
+
+
 def test_experts_of_gpt_neox(tmp_path: Path) -> None:
     more = '"vocab_size": 50432, "moe_num_experts": 8, "moe_top_k": 2, "activation": "swiglu"'
     text = NEOX.replace('"vocab_size": 50432', more)
@@ -456,3 +476,37 @@ def test_more_branches_than_are_read_leave_no_verdict(
     rest = "--micro-batch-size 1 --global-batch-size 8 --seq-length 64 --max-position-embeddings 64 $EXTRA"
     job = read_job(files(tmp_path, run_sh=f"{tests}\n{head} {rest}\n") / "run.sh")
     assert any("12 branches" in str(part) for part in job.unmodelled), job.unmodelled
+
+
+def test_a_file_that_is_not_there_moves_what_is_set_before_it(tmp_path: Path) -> None:
+    openrlhf = "deepspeed --num_gpus 8 --module openrlhf.cli.train_sft --max_len 2048 " \
+               "--train_batch_size 64 --micro_train_batch_size {} --zero_stage 3"  # fmt: skip
+    verl = "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_batch_size=64 " \
+           "data.max_length=512 data.micro_batch_size_per_gpu={}"  # fmt: skip
+    hf = "accelerate launch --num_processes 8 train.py --per_device_train_batch_size {} --bf16"
+    for command in (openrlhf, verl, hf):
+        for text, unknown in (
+            ("MB=4\nsource cluster-values.sh\n" + command.format("$MB"), True),
+            ("source cluster-values.sh\nMB=4\n" + command.format("$MB"), False),
+            ("MB=4\nOTHER=1\nsource cluster-values.sh\n" + command.format("4"), False),
+            (command.format("$MB"), True),
+        ):
+            job = read_job(files(tmp_path, run_sh=text) / "run.sh")
+            assert ("micro_batch" in job.unknown) == unknown, (text, job.unknown)
+            assert any(f.kind == "unknown" for f in job.findings) == unknown, job.findings
+            (tmp_path / "cluster-values.sh").write_text("MB=2\n")
+            if "source" in text:
+                by = read_job(tmp_path / "run.sh").layout
+                assert by.micro_batch == (2 if unknown else 4)
+            (tmp_path / "cluster-values.sh").unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [("tp: $X\n", "tp"), ("tp: 1\noptimizer: {zero_stage: $X}\n", "zero")],
+)
+def test_values_of_nanotron_that_are_no_numbers(tmp_path: Path, text: str, field: str) -> None:
+    text = "tokens: {micro_batch_size: 2, sequence_length: 64, batch_accumulation_per_replica: 1}\n" \
+           f"parallelism:\n  dp: 2\n  pp: 1\n  pp_engine: 1f1b\n  {text}"  # fmt: skip
+    job = read_job(files(tmp_path, n_yaml=text) / "n.yaml")
+    assert field in job.unknown

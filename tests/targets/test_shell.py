@@ -98,7 +98,7 @@ def test_sourced_files_are_read_or_named() -> None:
     files = {"config.sh": "TP=4"}
     script = read_script("source config.sh\n. other.sh\nrun $TP", files.get)
     assert script.commands[-1][0] == ("run", "4")
-    assert script.unread == ["other.sh"]
+    assert list(script.unread) == ["other.sh"]
 
 
 EVIL = """
