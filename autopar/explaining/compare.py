@@ -97,13 +97,11 @@ def first_name(plan: Plan) -> str:
 
 def known_words(plan: Plan) -> str:
     """What is known about the first plan of a comparison, as a sentence; '' if it is proved to be
-    the best.
+    the best. `not_proved_words` tells it of a plan with a large gap.
     """
     proof = plan.certificate
     if proof.gap <= PROVED:
         return ""
-    if not proof.bound_s:
-        return f"Nothing is proved about other plans: {advice_on_gap(plan)}."
     return (
         f"It is not proved best: no plan takes less than {ms(proof.bound_s)}, "
         f"{gap_words(proof.gap)} less than the fastest that was found; {advice_on_gap(plan)}."

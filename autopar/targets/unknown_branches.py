@@ -47,7 +47,7 @@ def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
         others += found
         if set(replace(job, others=tuple(found)).unknown) - {"gpus"}:  # those of the cluster count
             told.add(place)
-    left = ()
+    left: tuple[Unmodelled, ...] = ()
     if len(places) > read_branches:
         said = f"{len(places)} branches that the script does not decide, of which {read_branches} are read"
         left = (Unmodelled(said),)
