@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.errors import AutoparError
-from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
 from autopar.models.rows import BatchDims, in_groups, row_dims, rows_first
 from autopar.ops.values import output_nodes
@@ -25,12 +24,11 @@ from autopar.trace.captured import Captured
 from autopar.trace.changed_state import check_changes, rounding_notes
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
-from autopar.trace.edit import call, is_op
+from autopar.trace.edit import call
 from autopar.trace.frozen_state import StateRecord, check_state
-from autopar.trace.in_place import rewrite_in_place
+from autopar.trace.functionalize import functional
 from autopar.trace.loss_of_output import arguments_of, loss_of, target_name
 from autopar.trace.nested import rebuilt
-from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 from autopar.trace.one_process import OneProcess, check_kept_sizes
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import check_symbols, check_values, own_generator, why_not_captured
@@ -225,7 +223,7 @@ class _Call:
             with watched_forward() as notes, cumulative_averages():
                 exported = _exported(skeleton, self.examples, shapes)
                 read_as_attributes(exported, registered)
-                exported = _functional(exported)
+                exported = functional(exported)
         except AutoparError:
             raise
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
@@ -257,50 +255,6 @@ def _exported(
         return export()
 
 
-def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without in-place ops; the program itself if it has none. The graphs of the given
-    program may change.
-    """
-    graphs = [
-        m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)
-    ]  # no-grad regions are graphs too
-    for graph in graphs:
-        for node in list(graph.nodes):
-            # torch.tensor(...) in forward, which has no gradient
-            if is_op(node, "detach_") and is_op(node.args[0], "lift_fresh_copy"):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-        rewrite_in_place(graph)
-    if not any(_mutates(node) for graph in graphs for node in graph.nodes):
-        return exported
-    exported.graph.owning_module = exported.graph_module
-    inline_no_grad_regions(exported.graph)  # functionalization would forget them
-    expand_feature_dropout(exported.graph)  # and make this a Bernoulli draw
-    exported.graph_module.recompile()
-    exported = exported.run_decompositions({})
-    _correct_values(exported.graph)
-    return exported
-
-
-def _correct_values(graph: torch.fx.Graph) -> None:
-    """Recompute fake values, in place, that `run_decompositions` of torch 2.13 gets wrong: those of
-    cross-entropies without reduction, which it takes for single numbers, and of nodes that read
-    them.
-    """
-    changed: set[torch.fx.Node] = set()
-    for node in graph.nodes:
-        wrong = (
-            is_op(node, "cross_entropy_loss", "nll_loss_nd") and argument(node, "reduction", 1) == 0
-        )
-        if node.op != "call_function" or not (wrong or changed.intersection(node.all_input_nodes)):
-            continue
-        args, kwargs = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda operand: operand.meta["val"]
-        )
-        node.meta["val"] = node.target(*args, **kwargs)
-        changed.add(node)
-
-
 def _refuse_own_tensors(loss_fn: Callable | None) -> None:
     """Raise AutoparError if `loss_fn` is a module with parameters or buffers."""
     if isinstance(loss_fn, nn.Module) and (
@@ -325,10 +279,6 @@ def _refuse_hooks(model: nn.Module) -> None:
             raise AutoparError(
                 f"parameter {name!r} has gradient hooks, which torch.export drops; remove them before parallelizing"
             )
-
-
-def _mutates(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

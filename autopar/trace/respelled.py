@@ -102,6 +102,29 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+def _zero(dtype: torch.dtype) -> complex:
+    """0 as the Python number that a tensor of this dtype would be read as."""
+    if dtype == torch.bool:
+        return False
+    return 0j if dtype.is_complex else 0.0 if dtype.is_floating_point else 0
+
+
+def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """`function` (`torch.full`, `full_like` or `new_full`) for a tensor as the number to fill with,
+    which eager PyTorch reads. The function returned gives None for a number.
+    """
+
+    def filled(*args: Any, **options: Any) -> Tensor | None:
+        *first, value = args if "fill_value" not in options else (*args, options["fill_value"])
+        if not isinstance(value, Tensor):
+            return None
+        options.pop("fill_value", None)
+        made = function(*first, _zero(value.dtype), **options)
+        return value.detach().reshape(()).to(made).expand(made.shape).clone()
+
+    return filled
+
+
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("limits_rows(Tensor ids, Tensor table, float max_norm, float norm_type) -> Tensor")
 _LIBRARY.impl(
@@ -136,5 +159,8 @@ RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
     F.embedding: _with_limit(F.embedding),
     F.embedding_bag: _with_limit(F.embedding_bag),
     F.instance_norm: instance_norm,
+    torch.full: _filled(torch.full),
+    torch.full_like: _filled(torch.full_like),
+    Tensor.new_full: _filled(Tensor.new_full),
 }
 """The replacement of each function. It returns None if the function itself must be used."""

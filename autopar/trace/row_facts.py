@@ -271,6 +271,8 @@ class _Transfer:
             return fact
         if not follows_batch(operand.meta["val"]):
             fits, cut = True, Fact(SAME, known=True)
+        elif _repeats(operand):  # each micro-batch can: what it repeats is smaller
+            return self._again(operand, fact)
         else:
             rows = row_dim_of(operand)
             outer = next((each.outer for each in facts if each.kind == ROWS), 1)
@@ -505,8 +507,8 @@ class _Transfer:
     def _of_sums(self, power: int) -> Any:
         node = self.node
         sums = [k for k, fact in enumerate(self.facts) if fact.kind == SUM]
-        if _cuts_off(node):
-            return self._mixed()
+        if _cuts_off(node) or any(map(follows_batch, results(node))):
+            return self._mixed()  # a sum has no rows: where it is repeated, each row has the whole
         if is_op(node, "mean") and not is_symbolic(sum(self.operands[0].meta["val"].shape)):
             return replace(self.facts[0], known=self.known)
         if is_op(node, "add", "sub", "rsub") and len(self.operands) == 1:
@@ -599,6 +601,13 @@ def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | 
     if not alike or row_dim_of(source) != dim or fact.outer == 1 or fact.outer != len(vals):
         return None
     return (replace(fact, outer=1),) * len(vals)
+
+
+def _repeats(node: Node) -> bool:
+    """Whether a node makes equal rows from a tensor without rows."""
+    return is_op(node, *_EQUAL_ROWS) and not any(
+        follows_batch(each.meta.get("val")) for each in node.all_input_nodes
+    )
 
 
 def _cuts_off(node: Node) -> bool:

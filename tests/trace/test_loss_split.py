@@ -46,6 +46,12 @@ def pairs(o: Tensor, y: Tensor) -> Tensor:
     return ((o[:, None] - o[None]).square().sum((-1, -2)) * same).sum() / same.sum()
 
 
+def assigned(m: Tensor) -> Tensor:
+    divisor = torch.ones_like(m)
+    divisor[:] = m.sum()
+    return divisor
+
+
 EXACT = {
     "masked": lambda o, y, m: (each(o, y) * m).sum() / m.sum(),
     "at least one": lambda o, y, m: (each(o, y) * m).sum() / m.sum().clamp(min=1),
@@ -113,6 +119,27 @@ EXACT = {
     "weights of sum one, expanded": lambda o, y, m: (squares(o)[..., None] * o * (m / m.sum())[..., None].expand_as(o)).sum(),
     "divided in the sum": lambda o, y, m: (each(o, y).flatten() * m.flatten() / m.sum()).sum(),
     "divided by rows in the sum": lambda o, y, m: (each(o, y).sum(1) / len(y) + squares(o).mean(1) / len(y)).sum(),
+    "divisor expanded": lambda o, y, m: (each(o, y) * m / m.sum().expand_as(m)).sum(),
+    "divisor expanded, flat": lambda o, y, m: torch.addcdiv(
+        o.new_zeros(m.numel()), (each(o, y) * m).flatten(), m.sum().expand(m.numel())).sum(),
+    "divisor repeated": lambda o, y, m: (each(o, y) * m / m.sum().repeat(len(m), 1)).sum(),
+    "divisor repeated and interleaved": lambda o, y, m: (
+        each(o, y) * m / (m > 0).sum()[None].repeat_interleave(len(m))[:, None]).sum(),
+    "divisor of each position, tiled": lambda o, y, m: (each(o, y) * m / m.sum(0).tile(len(m), 1).clamp(min=0.1)).sum(),
+    "divisor broadcast": lambda o, y, m: torch.div(*torch.broadcast_tensors(each(o, y) * m, m.sum())).sum(),
+    "divisor gathered": lambda o, y, m: (
+        each(o, y) * m / m.sum().expand(len(m), 1).gather(1, torch.zeros_like(y))).sum(),
+    "divisor expanded and scattered": lambda o, y, m: (each(o, y) * m / torch.ones_like(m).scatter(
+        1, torch.arange(SEQ).expand(len(m), SEQ), m.sum().expand(len(m), SEQ))).sum(),
+    "divisor filled in": lambda o, y, m: (each(o, y) * m / torch.full_like(m, m.sum())).sum(),
+    "divisor in a full tensor": lambda o, y, m: (
+        each(o, y) * m / m.new_full(m.shape, fill_value=m.sum()) / torch.full(m.shape, (m > 0).sum(), dtype=m.dtype)).sum(),
+    "divisor written": lambda o, y, m: (each(o, y) * m / torch.empty_like(m).copy_(m.sum())).sum(),
+    "divisor assigned to all entries": lambda o, y, m: (each(o, y) * m / assigned(m)).sum(),
+    "ranks beside what is written": lambda o, y, m: (
+        F.margin_ranking_loss(squares(o), each(o, y), m.sign(), 0.1, reduction="none") / assigned(m)).sum(),
+    "counts of classes expanded": lambda o, y, m: (each(o, y) / F.one_hot(y.clamp(min=0), VOCAB).sum((0, 1))
+        .expand(len(m), SEQ, VOCAB).gather(2, y.clamp(min=0)[..., None])[..., 0]).sum(),
     "normalized": lambda o, y, m: (F.normalize(m.flatten(), p=1, dim=0) * each(o, y).flatten()).sum(),
     "normalized over both dims": lambda o, y, m: (F.normalize(m, p=1, dim=(0, 1)) * each(o, y)).sum(),
     "a dot product": lambda o, y, m: torch.dot(m.flatten() / m.sum(), each(o, y).flatten()),
@@ -138,6 +165,7 @@ REFUSED = {
     "nested": lambda o, y, m: (each(o, y) * ((squares(o) * m).sum() / m.sum()) * m).sum() / m.sum(),
     "of what is computed": lambda o, y, m: (each(o, y) * o.sigmoid()[..., 0]).sum() / o.sigmoid()[..., 0].sum(),
     "of pairs": lambda o, y, m: pairs(o, y),
+    "a sum that is expanded": lambda o, y, m: ((each(o, y) * m).sum().expand_as(m) * m).sum() / m.sum(),
     "weighed by the batch": lambda o, y, m: (each(o, y) * m * squares(o) / squares(o).mean()).sum() / m.sum(),
     "where the batch has some": lambda o, y, m: torch.where(m.sum() > 0, (each(o, y) * m).sum() / m.sum(), 0.0) ** 2,
     "chosen and rejected": lambda o, y, m: -F.logsigmoid(torch.sub(*(each(o, y) * m).sum(1).chunk(2))).mean(),
