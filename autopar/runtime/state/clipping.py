@@ -20,7 +20,7 @@ Limit = float | Callable[[float], float]
 
 @dataclass(frozen=True, slots=True)
 class ClipNorm:
-    """Scales gradients so that their norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does.
+    """Scales gradients so that their norm is at most `limit`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Attributes:
         limit: the largest norm, or a function from this step's norm to the largest one. The function
@@ -45,7 +45,7 @@ class ClipNorm:
 
 @dataclass(frozen=True, slots=True)
 class ClipValue:
-    """Limits each element of the gradients to -`limit`..`limit`, as torch.nn.utils.clip_grad_value_
+    """Limits each element of the gradients to -`limit`..`limit`, as `torch.nn.utils.clip_grad_value_`
     does. `names` are as those of `ClipNorm`.
     """
 
