@@ -297,6 +297,7 @@ def _best_plan(
 _plan = plan  # parallelize has an argument of that name
 
 
+@lost_ranks("in parallelize")
 def parallelize(
     model: nn.Module,
     cluster: Cluster | str,
@@ -418,7 +419,7 @@ def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, n
     `note` becomes its first note, unless it is ''. Rank 0 prints `note`, what each micro-batch
     computes by itself, and why the batch is not split.
     """
-    from autopar.runtime.engine import agree_on_plan, check_same_models
+    from autopar.runtime.engine import agree_on_plan
 
     def checked() -> Plan:
         found = decide()
@@ -427,9 +428,7 @@ def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, n
 
     if note:
         say(note)
-    with lost_ranks("in parallelize"):
-        check_same_models(traced.model_hash)
-        agreed = agree_on_plan(checked)
+    agreed = agree_on_plan(checked)
     for line in split_notes(traced, agreed.micro_batch_mean):
         say(line)
     return agreed
@@ -486,7 +485,7 @@ def _traced_on_ranks(model: nn.Module, *args: Any) -> list[TracedModel]:
     """
     import torch.distributed as dist
 
-    from autopar.runtime.ranks.agreement import from_all
+    from autopar.runtime.ranks.agreement import from_all, from_first
 
     found: list[TracedModel] = []
 
@@ -496,14 +495,49 @@ def _traced_on_ranks(model: nn.Module, *args: Any) -> list[TracedModel]:
 
     group = dist.group.WORLD if dist.is_initialized() else None
     first, *others = from_all(group, hashes)
-    different = next((rank for rank, other in enumerate(others, 1) if other != first), 0)
-    if different:
+    if any(other != first for other in others):
+        mine = _parameters_told(found[0])
+        told = from_first(group, lambda: mine)
+        reasons = from_all(group, lambda: _difference(told, mine))
+        rank = next(rank for rank, other in enumerate(others, 1) if other != first)
+        why = reasons[rank] or (
+            "it computes something else. Does it depend on the rank, by an attribute that __init__ sets for example?"
+            if len(others[rank - 1]) == len(first)
+            else f"it has {len(others[rank - 1]) - 1} buckets, and rank 0 has {len(first) - 1}."
+        )
         raise AutoparError(
-            f"the model computes something else on rank {different} than on rank 0. Does it depend on the rank, by an attribute that "
-            "__init__ sets for example? Every rank must build the same model, as for one process: autopar shares out the batch and the "
-            "parameters"
+            f"rank {rank} has another model than rank 0: {why} Every rank must build the same model, as for one process: autopar shares "
+            "out the batch and the parameters"
         )
     return found
+
+
+def _parameters_told(traced: TracedModel) -> dict[str, tuple[tuple[int, ...], str, bool]]:
+    """The shape and dtype of each parameter and buffer, and whether it is trained, by name."""
+    return {
+        name: (tuple(spec.shape), spec.dtype, spec.trainable)
+        for name, spec in traced.parameters.items()
+    }
+
+
+def _difference(
+    first: Mapping[str, tuple[tuple[int, ...], str, bool]],
+    mine: Mapping[str, tuple[tuple[int, ...], str, bool]],
+) -> str:
+    """The first difference between rank 0's parameters and this rank's, as a sentence; '' without
+    one. Arguments are as `_parameters_told` returns them.
+    """
+    for name in (*first, *mine):
+        if name not in first or name not in mine:
+            return f"it has {'no' if name in first else 'a'} tensor {name}, unlike rank 0."
+        (shape, dtype, trains), (own_shape, own_dtype, own_trains) = first[name], mine[name]
+        if shape != own_shape:
+            return f"{name} has shape {own_shape}, and {shape} on rank 0."
+        if dtype != own_dtype:
+            return f"{name} has dtype {own_dtype}, and {dtype} on rank 0."
+        if trains != own_trains:
+            return f"{name} has requires_grad={own_trains}, and {trains} on rank 0."
+    return ""
 
 
 def prepared(model: nn.Module, inputs: Collection[Any] = ()) -> nn.Module:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,24 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, shown
 from autopar.runtime.checkpoint.plain_state import load_plain, plain_state
 from autopar.runtime.ranks.agreement import from_all
-from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.ranks.process_groups import call_group
 from autopar.runtime.state.averages import Averages, Decay, check_decay
 from autopar.runtime.state.gradient_hooks import Hook, HookHandle
 from autopar.runtime.state.optimizers import is_elementwise
+from autopar.runtime.state.user_changes import sums
 from autopar.runtime.updates import Updates
+
+T = TypeVar("T")
+
+
+def _told(value: torch.Tensor | float) -> str:
+    """A value as text that differs, but for rare cases, where values do."""
+    if not isinstance(value, torch.Tensor):
+        return repr(float(value))
+    if value.numel() == 1:
+        return repr(value.item())
+    one, two = sums(value.detach())
+    return f"tensor with the sum {one!r} and the sum of squares {two!r}"
 
 
 class Changeable(Updates):
@@ -27,15 +40,15 @@ class Changeable(Updates):
     def set(self, name: str, value: torch.Tensor | float) -> None:
         """Set a parameter or buffer, as `model.NAME.copy_(value)` does on one device.
 
-        The state of the optimizer stays as it is. Values of rank 0 count.
+        The state of the optimizer stays as it is.
 
         Args:
             name: its name in the model.
-            value: a whole tensor of its shape, or a number for all elements.
+            value: a whole tensor of its shape, or a number for all elements; equal on all ranks.
 
         Raises:
             AutoparError: on every rank, if forward reads no such tensor, or `value` has another
-                shape. An attribute of Python cannot be set.
+                shape, or differs between ranks. An attribute of Python cannot be set.
         """
         with self._together("set"):
             checked = self._agreed_on({name: value})
@@ -76,12 +89,12 @@ class Changeable(Updates):
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     raise AutoparError(f"the value for {name} is on the meta device, without data")
                 found.setdefault(first, value)
+            if strict is None:
+                return [f"{first} = {_told(value)}"]
             return sorted(found)
 
-        ranks = from_all(file_group(), check)
-        if any(other != ranks[0] for other in ranks):
-            raise AutoparError("ranks set tensors of different names: every rank gives the same")
-        return {name: found[name] for name in ranks[0]}
+        names = self._alike("set" if strict is None else "load_state_dict", check)
+        return {name: found[name] for name in (found if strict is None else names)}
 
     def _known(self, state: Mapping[str, Any], strict: bool) -> list[str]:
         if not isinstance(state, Mapping):
@@ -142,17 +155,28 @@ class Changeable(Updates):
             AutoparError: a name matches no trained parameter.
         """
         with self._together("freeze"):
-            self._frozen |= set(self._named(names))
+            self._frozen |= set(self._alike("freeze", lambda: self._named(names)))
 
     def unfreeze(self, *names: str) -> None:
         """Train these parameters again. Arguments and errors are those of `freeze`."""
         with self._together("unfreeze"):
-            self._frozen -= set(self._named(names))
+            self._frozen -= set(self._alike("unfreeze", lambda: self._named(names)))
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The names of frozen parameters, in the order of the model."""
         return tuple(name for name in self._names.trained if name in self._frozen)
+
+    def _alike(self, method: str, checked: Callable[[], T]) -> T:
+        """`checked()`, if all ranks have the same. Raises AutoparError on every rank if not, or if it
+        raises that on one.
+        """
+        ranks = from_all(call_group(), checked)
+        if other := [rank for rank, found in enumerate(ranks) if found != ranks[0]]:
+            raise AutoparError(
+                f"ranks 0 and {other[0]} gave engine.{method} different arguments: {shown(ranks[0])} and {shown(ranks[other[0]])}"
+            )
+        return ranks[0]
 
     def _named(self, patterns: tuple[str, ...]) -> list[str]:
         if not patterns:
@@ -169,7 +193,8 @@ class Changeable(Updates):
         Raises:
             AutoparError: a parameter is in a group already, or the optimizer is not element-wise.
         """
-        with self._together("add_param_group"):
+
+        def checked() -> tuple[list[str], list[str]]:
             members = self._named(names)
             if not is_elementwise(self.optimizer):
                 raise AutoparError(
@@ -181,6 +206,10 @@ class Changeable(Updates):
                 raise AutoparError(
                     f"{twice[0]} is in a parameter group already: change the options of that group in engine.optimizer.param_groups"
                 )
+            return members, [f"{key}={value}" for key, value in sorted(options.items())]
+
+        with self._together("add_param_group"):
+            members, _ = self._alike("add_param_group", checked)
             masters = self.parameters.masters
             held = [masters[name] for name in members if name in masters]
             self.optimizer.add_param_group({"params": held} | options)
@@ -206,9 +235,17 @@ class Changeable(Updates):
         Raises:
             AutoparError: the names match no trained parameter, or `hook` is not a function.
         """
-        if not callable(hook):
-            raise AutoparError(f"hook is {shown(hook)}, not a function of a name and a gradient")
-        return self._hooks.register(self._named((names,)), hook, whole)
+
+        def checked() -> list[str]:
+            if not callable(hook):
+                raise AutoparError(
+                    f"hook is {shown(hook)}, not a function of a name and a gradient"
+                )
+            return [*self._named((names,)), f"whole={bool(whole)}"]
+
+        with self._together("register_gradient_hook"):
+            *members, _ = self._alike("register_gradient_hook", checked)
+        return self._hooks.register(members, hook, whole)
 
     def forget_model(self) -> None:
         """Look no longer for changes of the model, which have no effect on the engine."""
@@ -229,8 +266,13 @@ class Changeable(Updates):
         Raises:
             AutoparError: a decay is not from 0 to 1, or `every` is below 1.
         """
-        check_decay(decay, every)
+
+        def checked() -> tuple[Any, int, bool]:
+            check_decay(decay, every)
+            return "a function" if callable(decay) else decay, every, buffers
+
         with self._together("average"):
+            self._alike("average", checked)
             self.averages = Averages(self.parameters, decay, every, buffers)
 
     @contextlib.contextmanager

@@ -36,8 +36,8 @@ from autopar.runtime.observe.profiling import Profile, named_segments, traced_ru
 from autopar.runtime.passes import Passes
 from autopar.runtime.programs.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.programs.recompute import kept_in_split_backward, wrap_recomputed
-from autopar.runtime.ranks.agreement import TIMEOUT_S, from_all, lost_ranks
-from autopar.runtime.ranks.process_groups import file_group, join_process_group, mesh_axes
+from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks
+from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
 from autopar.runtime.state.clipping import Clip
 from autopar.runtime.state.holding import HOST, Holding
 from autopar.runtime.state.materialize import materialize
@@ -259,7 +259,6 @@ class Engine(Changeable):
             AutoparError: the batch does not fit the model or differs between ranks that share it,
                 no parameter is trained, or a rank is lost.
         """
-        self._check_changes(trains=True)
         self._meter.begin()
         with named("step", self.steps + 1):
             with named("batch"):
@@ -310,7 +309,6 @@ class Engine(Changeable):
         and batch norm on running statistics. A scalar that is equal on every rank. `batch` has this
         data-parallel rank's rows.
         """
-        self._check_changes()
         work = self._split("eval_step", batch)
         self._check_filled_up(work)
         self._limit_rows(work)
@@ -321,8 +319,14 @@ class Engine(Changeable):
         the user has written into masters since the last step.
         """
         if self._for_steps is None and self.program.step_values is not None:
-            self.batches.meet(self._call(method))  # before the whole buffers are gathered
-        work = self.batches.split(batch, trains, self._call(method))
+            with lost_ranks(f"in {method}"):
+                self.batches.meet(self._call(method))  # before the whole buffers are gathered
+        refused = None
+        try:
+            self._check_changes(trains)
+        except AutoparError as error:  # the other ranks are to hear it too
+            refused = error
+        work = self.batches.split(batch, trains, self._call(method), refused)
         self._publish_changed()
         return work
 
@@ -361,21 +365,6 @@ class Engine(Changeable):
 
     def _noise(self, work: MicroBatches, index: int) -> torch.Tensor:
         return self.batches.noise(work, index, self.seed, self.steps)
-
-
-def check_same_models(model_hash: str) -> None:
-    """Raise AutoparError on every rank if ranks traced different models. `model_hash` is that of this
-    rank's.
-    """
-    if not dist.is_initialized():
-        return
-    hashes = from_all(file_group(), lambda: model_hash)
-    other = next((rank for rank, found in enumerate(hashes) if found != hashes[0]), None)
-    if other is not None:
-        raise AutoparError(
-            f"rank {other} has another model than rank 0 (structures {hashes[other][:12]} and {hashes[0][:12]}): every rank builds the "
-            "same model, with example inputs of the same shapes. A forward that reads its rank is another model on each"
-        )
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:

@@ -12,18 +12,26 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.rewrite.collectives.ranges import named
+from autopar.runtime.batches.meeting import Call
 from autopar.runtime.checkpoint.engine_methods import Durable
 from autopar.runtime.observe.metrics import Meter
 from autopar.runtime.ranks.agreement import from_all, lost_ranks
 from autopar.runtime.ranks.calls import CALLS
-from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.ranks.common_options import by_name, checksum, options, raise_difference
+from autopar.runtime.ranks.process_groups import call_group
 from autopar.runtime.state.averages import Averages
 from autopar.runtime.state.clipping import Clip, Norms, apply_rules, rules_of
 from autopar.runtime.state.factories import Factory
 from autopar.runtime.state.gradient_hooks import GradientHooks
 from autopar.runtime.state.gradients import global_norm, partial_axes
 from autopar.runtime.state.names import Names
-from autopar.runtime.state.optimizers import is_elementwise, make_optimizer, step
+from autopar.runtime.state.optimizers import (
+    Updating,
+    is_elementwise,
+    make_optimizer,
+    step,
+    step_hooks,
+)
 from autopar.runtime.state.precision import LossScale
 from autopar.runtime.state.user_changes import UserChanges, check_masters
 
@@ -53,8 +61,12 @@ class Updates(Durable):
         """Make the optimizer, and what else an update needs. Every rank must call it."""
         own, holding = self.parameters, self.parameters.holding
         self._names = Names(model, self._all_specs)
-        self._rules = rules_of(clip, self._names)
-        self._updating = make_optimizer(factory, own, self.plan, self._all_specs)
+        self._rules: tuple[Any, ...] = ()
+
+        def alike(build: Callable[[], Updating]) -> Updating:
+            return self._built_alike(build, clip)
+
+        self._updating = make_optimizer(factory, own, self.plan, self._all_specs, model, alike)
         self.optimizer = self._updating.optimizer
         self._hooks = GradientHooks(own, self._updating.hooks)
         self._frozen: set[str] = set()
@@ -68,11 +80,12 @@ class Updates(Durable):
             self.device,
         )
         self._note_masters()
-        self._modes_changed = False
+        self._master_names = {id(one.master): name for name, one in own.trained.items()}
+        self._step_hooks = set(step_hooks(self.optimizer))
         for mode in ("train", "eval"):  # of schedule-free optimizers: they move weights
             if callable(getattr(self.optimizer, mode, None)):
                 setattr(self.optimizer, mode, self._noted(getattr(self.optimizer, mode)))
-        self._check_alike()
+        self.batches.meeting.differ = self._refuse_different
 
     def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -81,43 +94,50 @@ class Updates(Durable):
 
         return called
 
-    def _check_alike(self) -> None:
-        """Raise AutoparError on every rank if ranks were given different arguments."""
-        groups = [
-            {
-                key: value
-                for key, value in group.items()
-                if isinstance(value, bool | int | float | str | tuple)
-            }
-            for group in self.optimizer.param_groups
-        ]
-        own = {
-            "max_grad_norm": self.max_grad_norm,
-            "seed": self.seed,
-            "optimizers": type(self.optimizer).__name__,
-            "optimizer options": str(groups),
-            "parameter groups": str(self._updating.groups),
-            "clip": len(self._rules),
-        }
-        with lost_ranks("in parallelize"):
-            ranks = from_all(file_group(), lambda: own)
-        for what, value in ranks[0].items():
-            for rank, other in enumerate(ranks):
-                if other[what] != value:
-                    raise AutoparError(
-                        f"ranks were given different {what}: rank 0 {str(value)[:150]}, rank {rank} {str(other[what])[:150]}. Every rank "
-                        "calls parallelize with the same arguments"
-                    )
+    def _built_alike(
+        self, build: Callable[[], Updating], clip: Clip | Sequence[Clip] | None
+    ) -> Updating:
+        """What `build()` makes. Raises AutoparError on every rank if it fails on one, or if ranks were
+        given different arguments.
+        """
+        found: list[Updating] = []
+
+        def own() -> dict[str, Any]:
+            self._rules = rules_of(clip, self._names)
+            found.append(made := build())
+            return {
+                "max_grad_norm": self.max_grad_norm,
+                "seed": self.seed,
+                "clip": [rule.told for rule in self._rules],
+                "optimizers": type(made.optimizer).__name__,
+                "parameter groups": made.groups,
+            } | by_name(options(made.optimizer.param_groups, ()))
+
+        ranks = from_all(call_group(), own)
+        raise_difference(ranks, "Every rank calls parallelize with the same arguments")
+        return found[0]
 
     # ------------------------------------------------------------------------------------------------------- calls of methods
 
-    def _call(self, method: str) -> tuple[int, int, float, float]:
+    def _call(self, method: str) -> Call:
         """What this rank tells the others when it calls `method`: see `BatchSplitter.meet`."""
-        rates = 0.0
-        for place, group in enumerate(self.optimizer.param_groups, start=1):
-            if isinstance(rate := group.get("lr"), float | int):
-                rates += place * rate
-        return CALLS.index(method), self.steps, rates, float(self._masters_changed())
+        alike = 0 if self.plan.mesh.num_devices == 1 else checksum(self._alike_in_calls())
+        return CALLS.index(method), self.steps, alike, float(self._masters_changed())
+
+    def _alike_in_calls(self) -> tuple[Any, ...]:
+        """What all ranks must have alike in each call: the values of `_refuse_different`."""
+        groups = options(self.optimizer.param_groups, self._updating.moving)
+        return self.max_grad_norm, self.seed, self._hooks.numbers, groups
+
+    def _refuse_different(self) -> None:
+        """Raise AutoparError for the first option that differs between ranks. Every rank calls it."""
+        limit, seed, hooks, groups = self._alike_in_calls()
+        own = {"max_grad_norm": limit, "seed": seed, "gradient hooks": hooks} | by_name(groups)
+        raise_difference(
+            from_all(call_group(), lambda: own),
+            "Copies of a parameter would part: set it alike on every rank, from values that all ranks know, such as the loss that step "
+            "returns",
+        )
 
     @contextlib.contextmanager
     def _together(self, method: str) -> Any:
@@ -161,21 +181,25 @@ class Updates(Durable):
         """Raise AutoparError if the user has changed the model or the optimizer's parameters without
         effect. `trains`: before a step, which needs something to train.
         """
-        specs = self._names.trained
-        trained = {
-            alias: name not in self._frozen
-            for name in specs
-            for alias in (name, *self._all_specs[name].aliases)
-        }
-        self._user_changes.check(trained)
-        masters = {id(one.master): name for name, one in self.parameters.trained.items()}
-        check_masters(self.optimizer.param_groups, masters, masters)
-        if trains and len(self._frozen) == len(specs):
+        self._user_changes.check(self._trains)
+        check_masters(self.optimizer.param_groups, self._master_names)
+        if self.plan.mesh.num_devices > 1 and set(step_hooks(self.optimizer)) - self._step_hooks:
+            raise AutoparError(
+                "a step hook was set on engine.optimizer, where it would see this rank's parts of parameters. Set it in the optimizer's "
+                "factory: it then sees whole ones"
+            )
+        if trains and len(self._frozen) == len(self._names.trained):
             raise AutoparError(
                 "all parameters are frozen, so that a step has nothing to train: engine.unfreeze some; eval_step runs the model"
             )
         if trains:
             self._check_own_weights("step")
+
+    def _trains(self, name: str) -> bool | None:
+        """Whether the engine trains a parameter now; None for one that it never trains."""
+        first = self._names.first(name) if name not in self._names.unread else name
+        spec = self._all_specs.get(first)
+        return None if spec is None or not spec.trainable else first not in self._frozen
 
     # ------------------------------------------------------------------------------------------------------------- the update
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support.exactness import Reference, update_error
 from support.updated_models import PAIRS, STEPS, adamw, case, engine_of, go, sgd
-from support.wrapping_optimizers import ScheduleFree
+from support.wrapping_optimizers import SAM, Lookahead, ScheduleFree
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -297,3 +298,85 @@ def test_states_that_do_not_fit(name):
     with pytest.raises(AutoparError, match=words):
         engine.load_optimizer_state_dict(change(plain("adamw")[0][1]))
     go(engine, 1)
+
+
+# ------------------------------------------------------------------------------------------- checkpoints of wrapping optimizers
+
+
+class Remembering(torch.optim.SGD):
+    """Clips to the median of the last norms, which it keeps in attributes."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        self.norms: Any = deque(maxlen=3)
+        self._mean, self.table = None, {"count": 0, "means": [torch.zeros(2)]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        self.norms.append(float(norm))
+        self.table["count"] += 1
+        self.table["means"][0] += norm.cpu()
+        self._mean = norm if self._mean is None else 0.9 * self._mean + 0.1 * norm
+        scale = sorted(self.norms)[0] / norm / self.table["count"] * self._mean
+        for p in trained:
+            p.grad.mul_(scale / self.table["means"][0][0])
+        super().step()
+
+
+WRAPPING: dict[str, Callable] = {
+    "remembering": Remembering,
+    "lookahead": lambda params: Lookahead(adamw(params), k=2),
+    "sam": lambda params: SAM(params, torch.optim.SGD, 0.1, lr=0.05, momentum=0.9),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, 0.2, max_iter=3),
+    "names": grouped,
+}
+
+
+def resumed(rank: int, items: list[tuple[str, str]], directory: str) -> list[tuple[dict, dict]]:
+    """Four steps at once, and three, a checkpoint, and one more in another engine."""
+    found = []
+    for name, cell in items:
+        engine, _ = engine_of(cell, named_factory if name == "names" else WRAPPING[name])
+        go(engine, 3)
+        engine.save(f"{directory}/{name}-{cell}")
+        go(engine, 1, 3)
+        other, _ = engine_of(cell, named_factory if name == "names" else WRAPPING[name])
+        assert other.load(f"{directory}/{name}-{cell}") == 3
+        go(other, 1, 3)
+        found.append((engine.full_state_dict(), other.full_state_dict()))
+        if name in ("lookahead", "sam"):
+            with pytest.raises(AutoparError, match="holds another optimizer"):
+                engine.full_optimizer_state_dict()
+    return found
+
+
+def named_factory(named_parameters: Any) -> torch.optim.Optimizer:
+    return grouped(named_parameters)
+
+
+def check_resumed(ranks: list) -> None:
+    before = case().model.state_dict()
+    for by_rank in ranks:
+        for whole, parted in by_rank:
+            assert update_error(Reference([], before, whole), parted) <= 1.0
+
+
+def test_wrapping_optimizers_go_on_after_a_checkpoint(pool2, tmp_path):
+    items = [
+        ("lookahead", "zero3"),
+        ("sam", "tp2"),
+        ("lbfgs", "dp2"),
+        ("names", "pp2"),
+        ("remembering", "tp2"),
+    ]
+    check_resumed(pool2.run(resumed, items, str(tmp_path), timeout_s=200))
+
+
+@pytest.mark.slow
+def test_wrapping_optimizers_go_on_in_all_cells(pool2, tmp_path):
+    items = [(name, cell) for name in WRAPPING for cell in PAIRS
+             if cell != "pp2" or name in ("lookahead", "names")]  # fmt: skip
+    check_resumed(pool2.run(resumed, items, str(tmp_path), timeout_s=400))
+    check_resumed([resumed(0, [(name, "one") for name in WRAPPING], str(tmp_path))])

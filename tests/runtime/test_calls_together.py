@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.updated_models import Updated, adamw, case, engine_of, go, plan_of, sgd
+from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
@@ -91,6 +92,10 @@ def test_a_method_that_one_rank_calls_is_named(pool2, tmp_path, cells):
             assert words in text, (key, text)
 
 
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.dim() == 2], 0.02)
+
+
 def disagree(rank: int) -> dict[str, str]:
     found = {}
     engine, _ = engine_of("dp2", sgd)
@@ -101,22 +106,53 @@ def disagree(rank: int) -> dict[str, str]:
     engine.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
     found["rates"] = heard(lambda: go(engine, 1))
     engine.optimizer.param_groups[0]["lr"] = 0.1
+    engine.optimizer.param_groups[0]["momentum"] -= 0.1 * rank
+    found["momentum"] = heard(lambda: go(engine, 1))
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    engine.max_grad_norm = 1.0 if rank else None
+    found["later limit"] = heard(lambda: go(engine, 1))
+    engine.max_grad_norm = None
     batch = {
         name: tensor[: 4 + rank] for name, tensor in engine.local_batch(case().batches[0]).items()
     }
     found["columns"] = heard(lambda: engine.step({**batch, "x": batch["x"][:, : 6 - rank]}))
     go(engine, 1)
     found["optimizer"] = heard(lambda: engine_of("dp2", sgd if rank else adamw))
+    found["matrices"] = heard(lambda: engine_of("dp2", sgd if rank else muon))
+    found["no optimizer"] = heard(lambda: engine_of("dp2", sgd if rank else lambda params: None))
+    found["clip"] = heard(lambda: engine_of("dp2", sgd, clip=autopar.ClipNorm(1.0 + rank)))
+    found["values"] = heard(lambda: engine.set("scale", 1.0 + rank))
+    found["arguments"] = heard(lambda: engine.add_param_group("*" if rank else "head"))
     found["options"] = heard(lambda: engine_of("dp2", lambda p: torch.optim.SGD(p, 0.1 + rank)))
     found["limit"] = heard(lambda: engine_of("dp2", sgd, max_grad_norm=1.0 + rank))
     found["names"] = heard(lambda: engine.load_state_dict(
         {"scale": torch.tensor(1.0)} if rank else {"weights": torch.ones(4)}, strict=False
     ))  # fmt: skip
+    found["frozen"] = heard(lambda: engine.freeze("layers.1" if rank else "head"))
+    found["average"] = heard(lambda: engine.average(0.5 + 0.1 * rank))
+    handle = engine.register_gradient_hook("head", lambda name, grad: None)
+    if rank:
+        handle.remove()
+    found["hooks"] = heard(lambda: go(engine, 1))
+    handle.remove()
     found["shapes"] = heard(lambda: engine.set("weights", torch.ones(4 + rank)))
+    engine, own = engine_of("dp2", sgd)
+    if rank:  # changes its model alone
+        own.weights.mul_(2)
+    found["model"] = heard(lambda: go(engine, 1))
+    engine.forget_model()
     model, batch = Updated().double(), case().batches[0]
     if rank:
         model.layers = model.layers[:2]
     found["models"] = heard(lambda: autopar.parallelize(model, "cpu:2", batch, precision="fp64"))
+    model = Updated().double()
+    model.begin.requires_grad_(rank == 0)
+    found["frozen model"] = heard(lambda: autopar.parallelize(model, "cpu:2", batch))
+    model = Updated().double()
+    if rank:
+        model.head, model.weights = nn.Linear(8, 5).double(), torch.ones(5).double()
+        batch = {**batch, "labels": torch.zeros(8, 5).double()}
+    found["width"] = heard(lambda: autopar.parallelize(model, "cpu:2", batch))
     go(engine, 1)
     return found
 
@@ -124,14 +160,27 @@ def disagree(rank: int) -> dict[str, str]:
 def test_ranks_that_disagree_are_named(pool2):
     words = {
         "steps": "rank 0 called step after 0 steps, rank 1 called step after 1 steps",
-        "rates": "the learning rates of rank 0 and of rank 1 differ",
-        "columns": "does not fit the model|has 5|shape",
-        "optimizer": "different optimizers: rank 0 AdamW, rank 1 SGD",
-        "options": "different optimizer options",
-        "limit": "different max_grad_norm: rank 0 1.0, rank 1 2.0",
-        "names": "tensors of different names",
+        "rates": "ranks have different lr of parameter group 0: 0.1 on rank 0, 0.2 on rank 1",
+        "momentum": "different momentum of parameter group 0: 0.9 on rank 0, 0.8 on rank 1",
+        "later limit": "different max_grad_norm: None on rank 0, 1.0 on rank 1",
+        "columns": "has 5|shape",
+        "optimizer": "different optimizers: 'AdamW' on rank 0, 'SGD' on rank 1",
+        "matrices": "different optimizers: 'Muon' on rank 0, 'SGD' on rank 1",
+        "no optimizer": "rank 0: the optimizer factory returned a NoneType",
+        "clip": "different clip: .*limit 1.0.* on rank 0, .*limit 2.0",
+        "values": "gave engine.set different arguments",
+        "arguments": "head.weight is in a parameter group already",
+        "options": "different lr of parameter group 0: 0.1 on rank 0, 1.1 on rank 1",
+        "limit": "different max_grad_norm: 1.0 on rank 0, 2.0 on rank 1",
+        "names": "gave engine.load_state_dict different arguments",
+        "frozen": "ranks 0 and 1 gave engine.freeze different arguments",
+        "average": "ranks 0 and 1 gave engine.average different arguments",
+        "hooks": "different gradient hooks",
+        "model": "weights was changed in the model",
         "shapes": r"has shape \(4,\), and the value \(5,\)",
-        "models": "rank 1 has another model than rank 0",
+        "models": "rank 1 has another model than rank 0: it has no tensor layers.2.up.weight",
+        "frozen model": "rank 1 has another model than rank 0: begin.weight has requires_grad=False, and True on rank 0",
+        "width": r"rank 1 has another model than rank 0: head.weight has shape \(5, 8\), and \(4, 8\)",
     }
     for found in pool2.run(disagree, timeout_s=120):
         for key, pattern in words.items():
@@ -179,11 +228,11 @@ def test_a_rank_that_stays_away_is_noticed(tmp_path, cell, how):
 
 
 def test_calls_are_compared():
-    check_calls([(1, 0, 3, 0.5), (0, 0, 3, 0.5)])
+    check_calls([(1, 0, 3), (0, 0, 3)])
     with pytest.raises(
         AutoparError, match="ranks 0, 2 called step after 3 steps, rank 1 called save"
     ):
-        check_calls([(1, 4, 3, 0.5), (0, 0, 3, 0.5), (2, 0, 3, 0.5)])
-    many = [(rank, 0, rank, 0.5) for rank in range(6)]
+        check_calls([(1, 4, 3), (0, 0, 3), (2, 0, 3)])
+    many = [(rank, 0, rank) for rank in range(6)]
     with pytest.raises(AutoparError, match="and 2 more"):
         check_calls(copy.copy(many))

@@ -20,11 +20,13 @@ from support.updated_models import (
     eager,
     engine_of,
     go,
+    plan_of,
     sgd,
 )
 from support.wrapping_optimizers import SAM, Lookahead, clipped_in_hook
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autopar
 from autopar.errors import AutoparError
@@ -331,6 +333,8 @@ LOST: dict[str, tuple[Callable[[Engine, Updated], Any], str]] = {
                 "head.weight was changed"),
     "buffer": (lambda engine, model: setattr(model, "scale", torch.tensor(2.0).double()), "scale was changed"),
     "data": (lambda engine, model: setattr(model.head.bias, "data", torch.ones(4).double()), "head.bias was changed"),
+    "through data": (lambda engine, model: model.head.weight.data.mul_(0.5), "head.weight was changed"),
+    "one element": (lambda engine, model: model.layers[1].up.weight.data[3].zero_(), "layers.1.up.weight was changed"),
     "freeze": (lambda engine, model: model.layers[0].requires_grad_(False), r"engine.freeze\(.layers.0.up.weight.\)"),
     "module": (lambda engine, model: setattr(model, "head", nn.Linear(8, 4).double()), "module head was replaced"),
     "group": (lambda engine, model: engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
@@ -352,7 +356,16 @@ def test_changes_without_effect_are_refused(name):
     for method in (engine.step, engine.eval_step):
         with pytest.raises(AutoparError, match=words):
             method(case().batches[1])
-    if name in ("fill", "copy", "load", "replace", "buffer", "data"):  # the advice works
+    if name in (
+        "fill",
+        "copy",
+        "load",
+        "replace",
+        "buffer",
+        "data",
+        "through data",
+        "one element",
+    ):  # the advice works
         engine.load_state_dict(model.state_dict())
         reference = copy.deepcopy(model)
         assert float(engine.step(case().batches[1])) == pytest.approx(
@@ -433,6 +446,90 @@ def test_factories_that_cannot_run(name):
     factory, words = FACTORIES[name]
     with pytest.raises(AutoparError, match=words):
         engine_of("one", factory)
+
+
+def hook_after(rank: int) -> list[str]:
+    found = []
+    for register in (
+        torch.optim.Optimizer.register_step_pre_hook,
+        lambda _, hook: register_optimizer_step_post_hook(hook),
+    ):
+        engine, _ = engine_of("dp2", sgd)
+        handle = register(engine.optimizer, lambda *_: None)
+        try:
+            go(engine, 1)
+        except AutoparError as error:
+            found.append(str(error))
+        handle.remove()
+    return found
+
+
+def test_a_step_hook_set_later_is_refused(pool2):
+    for found in pool2.run(hook_after):
+        assert len(found) == 2
+        assert all("Set it in the optimizer's factory" in text for text in found)
+
+
+# ---------------------------------------------------------------------------------------------- attributes of parameters
+
+
+def by_attribute(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    slow = [p for p in params if getattr(p, "_slow", False)]
+    return torch.optim.SGD(
+        [{"params": slow, "lr": 0.01}, {"params": [p for p in params if p not in set(slow)]}], 0.05
+    )
+
+
+class Scaled(torch.optim.Optimizer):
+    """A class that reads attributes of parameters in its step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * p.grad.norm(), alpha=group["lr"] * p._factor)
+
+
+def with_attributes(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter._factor = 2.0 if "up" in name else 1.0
+        if "down" in name:
+            parameter._slow = True
+    return model
+
+
+def by_attributes_here(rank: int, cells: list[str]) -> list[dict]:
+    found = []
+    for cell in cells:
+        for factory in (by_attribute, Scaled):
+            engine = Engine(
+                with_attributes(copy.deepcopy(case().model)), case().traced, plan_of(cell), factory, None, None, "cpu"
+            )  # fmt: skip
+            go(engine)
+            found.append(engine.full_state_dict())
+    return found
+
+
+@pytest.mark.parametrize("cells", [["zero3"], pytest.param(list(PAIRS), marks=pytest.mark.slow)])
+def test_a_factory_sees_attributes_of_parameters(pool2, cells):
+    wanted = []
+    for factory in (by_attribute, Scaled):
+        model = with_attributes(copy.deepcopy(case().model))
+        optimizer = factory(list(model.parameters()))
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        for batch in case().batches[:STEPS]:
+            optimizer.zero_grad()
+            model(**batch).backward()
+            optimizer.step()
+        wanted.append(Reference([], before, model.state_dict()))
+    for by_rank in pool2.run(by_attributes_here, cells, timeout_s=200):
+        for place, state in enumerate(by_rank):
+            assert update_error(wanted[place % 2], state) <= 1.0
 
 
 @pytest.mark.parametrize("limit", [0, -1, "a", None, True])

@@ -4,7 +4,7 @@ is the same for every method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,26 +14,30 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.runtime.batches.gathered_rows import gather_over
 from autopar.runtime.ranks.calls import check_calls
 
-Call = tuple[int, int, float, float]
+Call = tuple[int, int, int, float]
 """What a rank tells of a method that all ranks call: its index in `CALLS`, the steps so far, and a
-checksum of the learning rates. The last entry is 1 if its masters were changed since graphs last
-read them.
+checksum of what all ranks must have alike. The last entry is 1 if its masters were written into
+since graphs last read them.
 """
+NOTHING: Call = (0, 0, 0, 0.0)
 CALL = 5
 """The number of entries of a rank's number and its `Call`."""
 
 
 class Meeting:
-    """Gathers what ranks tell. `changed`: whether any rank's masters were changed, as told last."""
+    """Gathers what ranks tell. `changed`: whether any rank's masters were changed, as told last.
+    `differ` is set later: every rank calls it if checksums differ, and it raises an AutoparError.
+    """
 
     def __init__(self, axes: Mapping[str, AxisGroup], dp: int, device: torch.device) -> None:
         self.axes, self.dp, self.device = axes, dp, device
         self.changed = False
+        self.differ: Callable[[], None] = lambda: None
 
     def told_by_all(self, call: Call, read: list[float], parts: torch.Tensor) -> torch.Tensor:
         """What every rank tells: a tensor (data-parallel rank, rank that shares its batch, entry).
         Entries are this rank's number, `call`, `read` and `parts`, equally many in every call.
-        Raises AutoparError if ranks call different methods.
+        Raises AutoparError if ranks call different methods, or have different options.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         own = torch.tensor([rank, *call, *read], dtype=torch.float64, device=self.device)
@@ -42,6 +46,8 @@ class Meeting:
         stages = rows.view(self.axes["pp"].size, self.dp, -1, row.shape[0])
         everyone = stages.transpose(0, 1).flatten(1, 2)
         seen = everyone[..., :CALL].flatten(0, 1).tolist()
-        check_calls([(int(told[0]), int(told[1]), int(told[2]), told[3]) for told in seen])
+        check_calls([(int(told[0]), int(told[1]), int(told[2])) for told in seen])
+        if any(told[3] != seen[0][3] for told in seen):
+            self.differ()
         self.changed = any(told[4] for told in seen)
         return everyone

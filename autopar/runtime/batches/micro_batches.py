@@ -27,9 +27,10 @@ from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.batch_shapes import check_names, check_shapes
 from autopar.runtime.batches.deal import Deal, deal, even_deal, rows_of_rank
 from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_rows
-from autopar.runtime.batches.meeting import CALL, Call, Meeting
+from autopar.runtime.batches.meeting import CALL, NOTHING, Call, Meeting
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
+from autopar.runtime.ranks.agreement import raise_on_all
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
 from autopar.trace.batches import batch_entries, batch_tensors
 from autopar.trace.nested import check_plain, rebuilt
@@ -188,25 +189,32 @@ class BatchSplitter:
         self.meeting.told_by_all(call, _Read(length=self.positions).told, nothing)
 
     def split(
-        self, batch: Any, trains: bool = False, call: Call = (0, 0, 0.0, 0.0)
+        self,
+        batch: Any,
+        trains: bool = False,
+        call: Call = NOTHING,
+        refused: AutoparError | None = None,
     ) -> MicroBatches:
         """Check this rank's `batch` across all ranks, and split it into micro-batches. Every rank
         must call it, with the same `call`; an error on any rank raises AutoparError on every rank.
         `trains`: it is a training step, in which no row may run twice if forward changes buffers.
+        `refused`: an error of this rank, of which the others are to hear too.
         """
         whole = self._tensors()
-        read, mistake = _Read(length=self.positions), None
+        read, mistake = _Read(length=self.positions), refused
         parts = torch.zeros(self._numbers, dtype=torch.float64, device=self.device)
         try:
-            read = self._read(batch)
-            if read.rows and (step_inputs := self._values[read.number]) is not None:
+            if refused is None:
+                read = self._read(batch)
+            if read.rows > 0 and (step_inputs := self._values[read.number]) is not None:
                 parts = step_inputs.parts(read.tensors, read.rows, whole, self.device)
         except AutoparError as error:  # without this message the other ranks would wait
             mistake, read = error, replace(read, rows=-1)
         everyone = self.meeting.told_by_all(call, read.told, parts)
-        if mistake is not None:
-            raise mistake
-        held, numbers, lengths = self._agreed(everyone[..., CALL : -len(parts) or None].tolist())
+        seen = everyone[..., CALL : -len(parts) or None].tolist()
+        if any(told[0] < 0 for sharing in seen for told in sharing):
+            raise_on_all(mistake)
+        held, numbers, lengths = self._agreed(seen)
         dealt, tensors = self._dealt(held, trains), read.tensors
         chosen = max(numbers)  # every rank runs the program that the longest batch needs
         if chosen != read.number:
@@ -260,14 +268,8 @@ class BatchSplitter:
     def _agreed(self, seen: list[list[list[float]]]) -> tuple[list[int], list[int], list[int]]:
         """(rows, program indices, positions): three lists with an entry for each data-parallel
         rank. `seen[data rank][sharing rank]` is what each rank told (`_Read.told`). Raises
-        AutoparError if a batch does not fit the model, or if ranks that should read the same rows
-        differ.
+        AutoparError if ranks that should read the same rows differ.
         """
-        for data_rank, sharing in enumerate(seen):
-            if any(found[0] < 0 for found in sharing):
-                raise AutoparError(
-                    f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why"
-                )
         # as text, since no nan is equal to itself
         if any(str(found) != str(sharing[0]) for sharing in seen for found in sharing):
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]

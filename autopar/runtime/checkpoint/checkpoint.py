@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from autopar.errors import AutoparError, shown
 from autopar.runtime.checkpoint.files import (
@@ -49,6 +50,7 @@ from autopar.runtime.checkpoint.optimizer_state import (
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks, say
 from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.state.inner_optimizers import attributes, digests, set_attributes
 from autopar.runtime.state.pieces import Pieces, read_pieces, tensors_in, write_pieces
 
 Extra = Mapping[str, Any]
@@ -188,9 +190,13 @@ class Checkpoints:
                 group_options(engine.optimizer, held),
                 state_values(engine.optimizer, held),
             )
-            return {"groups": groups, "values": values, "random": _random_state(engine.device)}
+            random = _random_state(engine.device)
+            return {"groups": groups, "values": values, "random": random, "digests": digests(data)}
 
+        data = attributes(engine.optimizer)
         ranks = from_all(self.group, collect)
+        first = ranks[0]["digests"]
+        apart = [k for k in data if any(rank["digests"].get(k) != first.get(k) for rank in ranks)]
         state = {
             "groups": merged(rank["groups"] for rank in ranks),
             "values": {name: found for rank in ranks for name, found in rank["values"].items()},
@@ -198,9 +204,15 @@ class Checkpoints:
             "loss_scale": (engine.loss_scale.scale, engine.loss_scale.good_steps)
             if engine.loss_scale.dynamic
             else None,
+            "attributes": {name: value for name, value in data.items() if name not in apart},
             "extra": extras,
             "averages": None if engine.averages is None else engine.averages.updates,
         }
+        if apart:
+            say(
+                f"{type(engine.optimizer).__name__}.{apart[0]} differs between ranks, and the checkpoint leaves it out: what a step "
+                "needs again belongs into the state of parameters"
+            )
         packed: list[bytes] = []
         from_first(self.group, lambda: packed.append(_packed(state)))
         return b"".join(packed)
@@ -274,7 +286,7 @@ class Checkpoints:
         engine, held = self.engine, self.engine.held()
         saved: dict[str, tuple[int, ...]] = {}
         state: dict[str, Any] = {}
-        tensors = {_model(name): part.pieces() for name, part in held.items()} | self._averages()
+        tensors = self._averages()
         options: list[dict[str, Any]] = []
 
         def prepare() -> None:
@@ -287,7 +299,7 @@ class Checkpoints:
                 options.extend(
                     matching_options(group_options(engine.optimizer, held), state["groups"])
                 )
-                keys = _keys(saved)
+                keys = _state_tensors(found.path)
                 room = room_for(engine.optimizer, held, keys, state["values"])
                 tensors.update(
                     {
@@ -297,6 +309,8 @@ class Checkpoints:
                         if key in keys.get(n, ())
                     }
                 )
+            # a step that makes room for state may give parameters new memory (SAM)
+            tensors.update((_model(name), part.pieces()) for name, part in held.items())
 
         from_all(
             self.group,
@@ -312,6 +326,7 @@ class Checkpoints:
         if optimizer:
             set_options(engine.optimizer, options)
             set_values(engine.optimizer, held, state["values"])
+            set_attributes(engine.optimizer, state.get("attributes", {}))
         engine.parameters.publish()
         if engine.loss_scale.dynamic and state["loss_scale"] is not None:
             engine.loss_scale.scale, engine.loss_scale.good_steps = state["loss_scale"]
@@ -352,15 +367,17 @@ def _names(saved: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int,
     }
 
 
-def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
-    """For each parameter, the names of its optimizer state tensors in a checkpoint. `saved` has the
-    shapes of all tensors by their names there.
-    """
-    keys: dict[str, set[str]] = {}
-    for entry in _names(saved, "optimizer"):
-        name, _, key = entry.rpartition("/")
-        keys.setdefault(name, set()).add(key)
-    return keys
+def _state_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
+    """For each parameter, its optimizer state tensors in a checkpoint by key, on the meta device."""
+    found: dict[str, dict[str, Tensor]] = {}
+    with disk_errors(f"cannot read {path / '.metadata'}"):
+        entries = tensors_in(dcp.FileSystemReader(path).read_metadata())
+    for entry, stored in entries.items():
+        if entry.startswith("optimizer/"):
+            name, _, key = entry.removeprefix("optimizer/").rpartition("/")
+            dtype = stored.properties.dtype
+            found.setdefault(name, {})[key] = torch.empty(stored.size, dtype=dtype, device="meta")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- what is in it

@@ -10,12 +10,21 @@ as plain values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from autopar.errors import AutoparError
+from autopar.runtime.state.inner_optimizers import (
+    attributes,
+    set_attributes,
+    set_state,
+    states,
+)
+from autopar.runtime.state.optimizer_trials import needs_closure
 from autopar.runtime.state.optimizers import is_elementwise, step
 from autopar.runtime.state.pieces import Held, Pieces, local_part, whole
 
@@ -56,7 +65,7 @@ def state_values(
 
 def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
     names = {id(part.tensor): name for name, part in held.items()}
-    return {names[id(parameter)]: found for parameter, found in optimizer.state.items() if found}
+    return {names[id(parameter)]: found for parameter, found in states(optimizer).items()}
 
 
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
@@ -103,7 +112,9 @@ def group_options(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) ->
     return [
         {
             "names": [names[id(p)] for p in group["params"] if id(p) in names],
-            "options": {key: value for key, value in group.items() if key != "params"},
+            "options": {
+                key: value for key, value in group.items() if key not in ("params", "param_names")
+            },
         }
         for group in optimizer.param_groups
     ]
@@ -169,41 +180,54 @@ _REMEDY = "load parameters alone with engine.load(..., optimizer=False)"
 def room_for(
     optimizer: torch.optim.Optimizer,
     held: Mapping[str, Held],
-    keys: dict[str, set[str]],
+    saved: Mapping[str, Mapping[str, Tensor]],
     values: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Pieces]]:
     """State tensors of the optimizer into which a checkpoint can be loaded, as pieces: parameter ->
     key -> pieces. The optimizer allocates missing ones itself.
 
-    `keys` has the keys of the saved state tensors, by parameter; `values` the saved state that is
-    not a tensor. The state of a parameter without saved state is removed. Raises AutoparError,
-    without changing the optimizer, if its state has other keys.
+    `saved` has the saved state tensors, which may be on the meta device, by parameter and key;
+    `values` the saved state that is not a tensor. The state of a parameter without saved state is
+    removed. Raises AutoparError, without changing the optimizer, if its state has other keys.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: part.tensor for name, part in held.items() if id(part.tensor) in trained}
-    wanted = {name: keys.get(name, set()) | set(values.get(name, {})) for name in parameters}
-    before = {
-        name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)
-    }
+    wanted = {name: {*saved.get(name, {}), *values.get(name, {})} for name in parameters}
+    found = states(optimizer)
+    before = {name: found[p] for name, p in parameters.items() if p in found}
+    if needs_closure(optimizer):  # its state has no fixed shapes; parameters are whole
+        for name, parameter in parameters.items():
+            set_state(
+                optimizer, parameter, _like(saved.get(name, {}), parameter) | values.get(name, {})
+            )
+        return state_tensors(optimizer, held)
     _fill_state(
         optimizer, [p for name, p in parameters.items() if wanted[name] and name not in before]
     )
+    found = states(optimizer)
     for name, parameter in parameters.items():
-        own = optimizer.state.get(parameter, {})
+        own = found.get(parameter, {})
         if not wanted[name]:
-            optimizer.state.pop(parameter, None)
+            set_state(optimizer, parameter, {})
         elif wanted[name] != set(own) or not all(
-            isinstance(own[key], Tensor) for key in keys.get(name, ())
+            isinstance(own[key], Tensor) for key in saved.get(name, ())
         ):
-            own = set(own)
             for other, p in parameters.items():
-                optimizer.state.pop(p, None)
-                optimizer.state.update({p: before[other]} if other in before else {})
+                set_state(optimizer, p, before.get(other, {}))
             raise AutoparError(
-                f"the checkpoint's optimizer has {_listed(wanted[name])} for {name}; this {type(optimizer).__name__} has {_listed(own)}: "
-                "use the optimizer and options that it was saved with, or " + _REMEDY
+                f"the checkpoint's optimizer has {_listed(wanted[name])} for {name}; this {type(optimizer).__name__} has "
+                f"{_listed(set(own))}: use the optimizer and options that it was saved with, or "
+                + _REMEDY
             )
     return state_tensors(optimizer, held)
+
+
+def _like(saved: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Any]:
+    """New tensors like the saved ones: numbers on the CPU, others on the parameter's device."""
+    return {
+        key: torch.empty_like(tensor, device=parameter.device if tensor.dim() else "cpu")
+        for key, tensor in saved.items()
+    }
 
 
 def _listed(keys: set[str]) -> str:
@@ -223,12 +247,22 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
         else [local_part(parameter).clone() for parameter in parameters]
     )
     rates = [group.get("lr") for group in optimizer.param_groups]
+    counts = attributes(optimizer)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if rate is not None:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    step(optimizer)
+
+    def closure() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return torch.zeros(())
+
+    closure()
+    try:
+        step(optimizer)
+    except (TypeError, AssertionError, RuntimeError, ValueError):  # as of SAM, without its closure
+        closure()
+        step(optimizer, closure)
     for parameter in parameters:
         parameter.grad = None
     for parameter, value in zip(parameters, before, strict=False):
@@ -236,6 +270,7 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if rate is not None:
             group["lr"] = rate
+    set_attributes(optimizer, counts)
 
 
 def set_values(
@@ -244,6 +279,13 @@ def set_values(
     """Set the optimizer's state that is not a tensor: `values` is parameter -> key -> value.
     Parameters that this rank does not hold are ignored.
     """
-    for name, found in values.items():
-        if name in held and found:
-            optimizer.state[held[name].tensor].update(found)
+    found = states(optimizer)
+    for name, own in values.items():
+        if name in held and own:
+            parameter = held[name].tensor
+            moved = tree_map_only(Tensor, partial(_moved, parameter.device), own)
+            set_state(optimizer, parameter, found.get(parameter, {}) | moved)
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)

@@ -24,7 +24,8 @@ from autopar.runtime.checkpoint.optimizer_state import (
     state_values,
 )
 from autopar.runtime.ranks.agreement import from_all
-from autopar.runtime.ranks.process_groups import file_group
+from autopar.runtime.ranks.process_groups import call_group
+from autopar.runtime.state.inner_optimizers import members
 from autopar.runtime.state.pieces import Held, Pieces
 
 GroupNames = Sequence[Sequence[str]]
@@ -35,13 +36,14 @@ def plain_state(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held], groups: GroupNames
 ) -> dict[str, Any]:
     """The optimizer's state dict with whole tensors on the CPU. Every rank must call it."""
+    _check_alone(optimizer)
     own = {
         name: {key: pieces.copied() for key, pieces in found.items()}
         for name, found in state_tensors(optimizer, held).items()
     }
     message = own, state_values(optimizer, held), group_options(optimizer, held)
     ranks: list[Any] = [message]
-    if (group := file_group()) is not None:
+    if (group := call_group()) is not None:
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, message, group=group)
     state: dict[str, dict[str, Any]] = {}
@@ -67,6 +69,14 @@ def plain_state(
     return {"state": by_number, "param_groups": found_groups}
 
 
+def _check_alone(optimizer: torch.optim.Optimizer) -> None:
+    if len(members(optimizer)) > 1:
+        raise AutoparError(
+            f"{type(optimizer).__name__} holds another optimizer, and plain state dicts of such classes differ: engine.save and "
+            "engine.load keep the state of both"
+        )
+
+
 def _put(whole: Tensor, pieces: Pieces) -> None:
     for offset, view in pieces.boxes():
         room = whole
@@ -85,7 +95,7 @@ def load_plain(
     """Load such a state dict. `first_name` gives the first of a parameter's names. An error on one
     rank is raised on all. Every rank must call it.
     """
-    from_all(file_group(), lambda: _load(optimizer, held, groups, state, first_name))
+    from_all(call_group(), lambda: _load(optimizer, held, groups, state, first_name))
 
 
 def _load(
@@ -95,6 +105,7 @@ def _load(
     state: Mapping[str, Any],
     first_name: Callable[[str], str],
 ) -> None:
+    _check_alone(optimizer)
     names = _names(groups, state, first_name)
     by_name = {names[number]: found for number, found in state["state"].items() if number in names}
     mine = {name: found for name, found in by_name.items() if name in held}
@@ -106,8 +117,7 @@ def _load(
         name: {key: value for key, value in found.items() if not isinstance(value, Tensor)}
         for name, found in mine.items()
     }
-    keys = {name: set(found) for name, found in tensors.items()}
-    room = room_for(optimizer, held, keys, values)
+    room = room_for(optimizer, held, tensors, values)
     for name, found in tensors.items():
         for key, whole in found.items():
             pieces = room[name][key]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.runtime.ranks.process_groups import call_group
 
 T = TypeVar("T")
 
@@ -62,6 +63,21 @@ def from_all(group: dist.ProcessGroup | None, function: Callable[[], T]) -> list
                 else f"rank {rank}: {mistake}"
             )
     return [value for value, _ in found]
+
+
+def raise_on_all(mistake: AutoparError | None) -> None:
+    """Raise the AutoparError of the first rank that has one, on every rank; a rank's own one as it is.
+    Every rank must call it; `mistake` is None on ranks without an error.
+    """
+
+    def own() -> None:
+        if mistake is not None:
+            raise mistake
+
+    try:
+        from_all(call_group(), own)
+    except AutoparError as error:
+        raise mistake or error from None
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, str]:

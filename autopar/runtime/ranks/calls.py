@@ -19,28 +19,18 @@ here.
 """
 
 
-def check_calls(told: Sequence[tuple[int, int, int, float]]) -> None:
-    """Raise AutoparError unless all ranks call one method, at one step, with the same learning
-    rates. `told` has an entry (rank, method's index in `CALLS`, steps so far, checksum of the
-    learning rates) from each rank.
+def check_calls(told: Sequence[tuple[int, int, int]]) -> None:
+    """Raise AutoparError unless all ranks call one method, at one step. `told` has an entry (rank,
+    method's index in `CALLS`, steps so far) from each rank.
     """
     ranks = sorted(told)
     calls: dict[tuple[int, int], list[int]] = {}
-    for rank, method, steps, _ in ranks:
+    for rank, method, steps in ranks:
         calls.setdefault((method, steps), []).append(rank)
     if len(calls) > 1:
         raise AutoparError(
             f"ranks called different methods of the engine: {_listed(calls)}. Every rank calls the same methods in the same order: "
             "call them outside of `if rank == 0:`, and give each rank as many batches"
-        )
-    rates: dict[float, list[int]] = {}
-    for rank, _, _, rate in ranks:
-        rates.setdefault(rate, []).append(rank)
-    if len(rates) > 1:
-        one, other, *_ = sorted(rates.values())
-        raise AutoparError(
-            f"the learning rates of {_ranks(one)} and of {_ranks(other)} differ, so that copies of a parameter would part. Set them alike "
-            "on every rank, from values that all ranks know, such as the loss that step returns"
         )
 
 

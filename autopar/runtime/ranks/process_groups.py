@@ -168,20 +168,28 @@ def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-_file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
+_gloo_groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
 
 
 def file_group() -> dist.ProcessGroup | None:
-    """A gloo process group of all ranks, separate from the groups that train, because saving
-    communicates during steps. None without a process group. All ranks must make the first call
-    together; later calls return the same group.
+    """A gloo process group of all ranks for messages about files. It is separate from the groups that
+    train and from `call_group`, because saving communicates during steps. None without a process
+    group. All ranks must make the first call together; later calls return the same group.
     """
-    global _file_group
+    return _gloo_group("files")
+
+
+def call_group() -> dist.ProcessGroup | None:
+    """As `file_group`, for messages about calls of methods and their arguments."""
+    return _gloo_group("calls")
+
+
+def _gloo_group(use: str) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
-    if _file_group[0] is not dist.group.WORLD:
+    if use not in _gloo_groups or _gloo_groups[use][0] is not dist.group.WORLD:
         # the end of an old gloo group may wait for its threads without end: not here
-        old = [_file_group]
-        _file_group = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit()))
+        old = [_gloo_groups.pop(use, None)]
+        _gloo_groups[use] = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit()))
         threading.Thread(target=old.clear, daemon=True).start()
-    return _file_group[1]
+    return _gloo_groups[use][1]

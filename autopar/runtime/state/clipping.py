@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,12 @@ def _check_limit(kind: str, limit: Any) -> None:
 class _Rule:
     clip: Clip
     names: frozenset[str]
+
+    @property
+    def told(self) -> str:
+        """The rule as text that is equal on all ranks."""
+        limit = "a function" if callable(self.clip.limit) else self.clip.limit
+        return f"{replace(self.clip, limit=1.0)} with limit {limit}"
 
 
 def rules_of(clip: Clip | Sequence[Clip] | None, names: Names) -> tuple[_Rule, ...]:

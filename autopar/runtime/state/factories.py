@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.ir.traced import ParameterSpec
 from autopar.runtime.state.pieces import local_part
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -47,6 +48,20 @@ def built(factory: Factory, trained: Mapping[str, nn.Parameter]) -> Built:
         for group in optimizer.param_groups
     )
     return Built(optimizer, groups, _taken_hooks(trained))
+
+
+def attributes_of(
+    model: nn.Module, specs: Mapping[str, ParameterSpec]
+) -> dict[str, dict[str, Any]]:
+    """The attributes that the user set on trained parameters of the model, such as
+    `_no_weight_decay`, by name of the parameter.
+    """
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: dict(vars(held[name]))
+        for name, spec in specs.items()
+        if spec.trainable and name in held
+    }
 
 
 def takes_names(factory: Factory) -> bool:

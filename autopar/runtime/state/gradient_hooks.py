@@ -18,6 +18,7 @@ Hook = Callable[[str, Tensor], Tensor | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Registered:
+    number: int
     names: frozenset[str]
     hook: Hook
     whole: bool
@@ -53,12 +54,22 @@ class GradientHooks:
     ) -> None:
         self.parameters, self._of_factory = parameters, of_factory
         self._hooks: list[_Registered] = []
+        self._registered = 0
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The hooks that are registered, by the order of their registration, and the number of those
+        of the factory. They are equal on all ranks.
+        """
+        factory = sum(map(len, self._of_factory.values()))
+        return (*(one.number for one in self._hooks), -factory)
 
     def register(self, names: Sequence[str], hook: Hook, whole: bool) -> HookHandle:
         """Run `hook` on the gradients of these parameters, in each step: whole ones, or this rank's
         parts.
         """
-        own = _Registered(frozenset(names), hook, whole)
+        self._registered += 1
+        own = _Registered(self._registered, frozenset(names), hook, whole)
         self._hooks.append(own)
         return HookHandle(self._hooks, own)
 

@@ -37,6 +37,7 @@ class Habits:
         needs_some: its step fails if no parameter has a gradient.
         closure: its step takes a closure that computes gradients.
         gradients_first: it reads gradients before it calls the closure.
+        moving: options of parameter groups that its step changes, or adds.
     """
 
     couples: bool = False
@@ -44,6 +45,7 @@ class Habits:
     needs_some: bool = False
     closure: bool = False
     gradients_first: bool = True
+    moving: frozenset[str] = frozenset()
 
 
 class _CommunicatesError(Exception):
@@ -73,6 +75,13 @@ class _StandIn:
         made = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         return made.to(self.real.device, self.real.dtype)
 
+    def parameter(self, generator: torch.Generator) -> nn.Parameter:
+        """`tensor` as a parameter with the attributes of the real one."""
+        made = nn.Parameter(self.tensor(generator))
+        for key, value in vars(self.real).items():
+            setattr(made, key, value)
+        return made
+
 
 def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
     """Find how the optimizer behaves, by training copies on small tensors, without changing it. An
@@ -81,6 +90,7 @@ def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
     stand_ins = list(_stand_ins(optimizer))
     everyone = range(len(stand_ins))
     closure = needs_closure(optimizer)
+    moving: set[str] = set()
     try:
         with torch.random.fork_rng(devices=[]):
             try:
@@ -92,11 +102,12 @@ def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
                     raise
                 closure = True  # it may have one that its signature does not ask for
                 together = _trained(optimizer, stand_ins, everyone, 0, closure)
-            again = _trained(optimizer, stand_ins, everyone, 1, closure)
+            again = _trained(optimizer, stand_ins, everyone, 1, closure, moving=moving)
             if not _alike(together, again, stand_ins):
                 return Habits(
                     obstacle="draws random numbers, so that copies of a parameter would part",
                     closure=closure,
+                    moving=frozenset(moving),
                 )
             alone = [_trained(optimizer, stand_ins, (k,), 0, closure)[k] for k in everyone]
             first = closure and not _alike(
@@ -107,6 +118,7 @@ def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
                 needs_some=_fails_without_gradients(optimizer, stand_ins, closure),
                 closure=closure,
                 gradients_first=first or not closure,
+                moving=frozenset(moving),
             )
     except _CommunicatesError:
         return Habits(
@@ -182,17 +194,20 @@ def _trained(
     seed: int,
     closure: bool = False,
     before: bool = True,
+    moving: set[str] | None = None,
 ) -> list[Tensor]:
     """The values of all stand-ins after `STEPS` steps of a copy that trains those with indices in
     `chosen`. `seed` seeds the optimizer's own random draws.
 
     With `closure`, gradients are those of a quadratic loss, which the step may ask for again.
-    `before`: they are there before the step; otherwise they are NaN until it asks for them.
+    `before`: they are there before the step; otherwise they are NaN until it asks for them. `moving`
+    receives the names of options that steps change.
     """
     generator = torch.Generator().manual_seed(7)
-    tensors = [nn.Parameter(stand_in.tensor(generator)) for stand_in in stand_ins]
+    tensors = [stand_in.parameter(generator) for stand_in in stand_ins]
     twin = _twin(optimizer, stand_ins, tensors, chosen)
     torch.manual_seed(seed)
+    options = [_options(group) for group in twin.param_groups]
     for _ in range(STEPS):
         targets = [stand_in.tensor(generator) for stand_in in stand_ins]
 
@@ -214,7 +229,16 @@ def _trained(
             # not twin.step, which a learning-rate scheduler may have bound to the optimizer itself
             run: Any = type(optimizer).step
             run(twin, *([compute] if closure else []))
+    if moving is not None:
+        for group, old in zip(twin.param_groups, options, strict=False):
+            new = _options(group)
+            moving |= {key for key in {**old, **new} if old.get(key) != new.get(key)}
     return [tensor.detach() for tensor in tensors]
+
+
+def _options(group: dict[str, Any]) -> dict[str, str]:
+    """The options of a parameter group as text."""
+    return {key: repr(value) for key, value in group.items() if key != "params"}
 
 
 def _twin(

@@ -14,18 +14,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.traced import ParameterSpec
 from autopar.runtime.ranks.agreement import from_all, say
-from autopar.runtime.ranks.process_groups import file_group
-from autopar.runtime.state.factories import Factory, built, keep, replaced
+from autopar.runtime.ranks.process_groups import call_group
+from autopar.runtime.state.factories import Factory, attributes_of, built, keep, replaced
 from autopar.runtime.state.holding import HOST
 from autopar.runtime.state.optimizer_trials import Habits, check_step, habits_of, needs_closure
 
@@ -61,8 +63,16 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is known to be element-wise: by its class, and without step hooks,
     which could see more.
     """
-    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
-    return type(optimizer) in ELEMENTWISE and not any(hooks)
+    return type(optimizer) in ELEMENTWISE and not step_hooks(optimizer)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The numbers of the hooks that run before or after the optimizer's step: its own, and torch's
+    for all optimizers. torch numbers each hook of a process anew.
+    """
+    own = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    common = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    return [number for hooks in (*own, *common) for number in hooks]
 
 
 # ---------------------------------------------------------------------------------------------------------------- making one
@@ -79,6 +89,7 @@ class Updating:
         hooks: gradient hooks that the factory set, by name of the parameter.
         closure: whether its step takes a closure, which runs the model again.
         gradients_first: whether such a step reads gradients before it calls the closure.
+        moving: options of its groups that its own step changes, so that ranks may differ in them.
     """
 
     optimizer: torch.optim.Optimizer
@@ -86,6 +97,7 @@ class Updating:
     hooks: Mapping[str, Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]]]
     closure: bool = False
     gradients_first: bool = True
+    moving: frozenset[str] = frozenset()
 
     def with_group(self, names: Iterable[str]) -> Updating:
         """The same with one more parameter group."""
@@ -93,21 +105,23 @@ class Updating:
 
 
 def make_optimizer(
-    factory: Factory, parameters: Parameters, plan: Plan, specs: Mapping[str, ParameterSpec]
+    factory: Factory,
+    parameters: Parameters,
+    plan: Plan,
+    specs: Mapping[str, ParameterSpec],
+    model: nn.Module,
+    alike: Callable[[Callable[[], Updating]], Updating],
 ) -> Updating:
     """The optimizer that `factory` makes, over this rank's master parameters. `specs` has all
-    parameters of the model, by name.
+    parameters of `model`, by name. `alike(build)` returns `build()`, and raises an AutoparError on
+    all ranks if it fails on one, or if ranks build different optimizers.
 
     If it may use whole matrices and the plan cuts or copies any, it is made again over whole
     masters; `factory` is then called twice. Raises AutoparError if it cannot run exactly under the
     plan.
     """
-    if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
-        raise AutoparError(
-            "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
-            f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
-        )
-    found = _built(factory, parameters, specs)
+    attributes = attributes_of(model, specs)
+    found = alike(lambda: _built(factory, parameters, specs, attributes))
     optimizer = found.optimizer
     if is_elementwise(optimizer) or (_is_adafactor(optimizer) and plan.offload == "none"):
         _keep_owned(optimizer, parameters)
@@ -119,24 +133,31 @@ def make_optimizer(
         return found  # `check_dense_is_the_same` refuses it
     habits = habits_of(optimizer)
     if plan.mesh.num_devices > 1:
-        found = _over_wholes(factory, found, habits, parameters, plan, specs)
+        build = partial(_built, factory, parameters, specs, attributes)
+        found = _over_wholes(build, found, habits, parameters, plan)
     if habits.closure and plan.precision == "fp16":
         raise AutoparError(
             f"{type(optimizer).__name__} runs the model several times a step, and fp16 skips steps whose gradients overflow: use "
             "precision='bf16'"
         )
-    return replace(found, closure=habits.closure, gradients_first=habits.gradients_first)
+    return replace(
+        found,
+        closure=habits.closure,
+        gradients_first=habits.gradients_first,
+        moving=habits.moving,
+    )
 
 
 def _over_wholes(
-    factory: Factory,
+    build: Callable[[], Updating],
     found: Updating,
     habits: Habits,
     parameters: Parameters,
     plan: Plan,
-    specs: Mapping[str, ParameterSpec],
 ) -> Updating:
-    """`found`, made again over whole masters, where the plan parts any. Every rank must call it."""
+    """`found`, made again by `build()` over whole masters, where the plan parts any. Every rank must
+    call it.
+    """
     optimizer = found.optimizer
     cut = parameters.cut({id(p) for group in optimizer.param_groups for p in group["params"]})
     everywhere = _everywhere(optimizer, habits, bool(cut), plan)
@@ -145,7 +166,7 @@ def _over_wholes(
     if any(
         master is not old for master, old in zip(parameters.masters.values(), before, strict=True)
     ):
-        found = _built(factory, parameters, specs)
+        found = build()
     _keep_owned(found.optimizer, parameters)
     if cut:
         whole = parameters.wholes.most_elements() * parameters.holding.master_dtype.itemsize / 2**20
@@ -170,11 +191,19 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _built(
-    factory: Factory, parameters: Parameters, specs: Mapping[str, ParameterSpec]
+    factory: Factory,
+    parameters: Parameters,
+    specs: Mapping[str, ParameterSpec],
+    attributes: Mapping[str, Mapping[str, Any]],
 ) -> Updating:
     """What `factory` makes of the model's trained parameters: this rank's masters, and placeholders
-    for those of other stages.
+    for those of other stages. They get the `attributes` of the model's parameters, by name.
     """
+    if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
+        raise AutoparError(
+            "optimizer= takes a function from parameters to an optimizer, such as lambda params: torch.optim.AdamW(params, 3e-4); "
+            f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
+        )
     holding, masters = parameters.holding, parameters.masters
     device = HOST if holding.offloads else holding.device
     like = torch.zeros((), dtype=holding.master_dtype, device=device)
@@ -183,6 +212,9 @@ def _built(
         for name, spec in specs.items()
         if spec.trainable
     }
+    for name, parameter in trained.items():
+        for key, value in attributes.get(name, {}).items():
+            setattr(parameter, key, value)
     made = built(factory, trained)
     check_step(made.optimizer)
     _check_options(made.optimizer, device)
@@ -211,7 +243,7 @@ def _everywhere(optimizer: torch.optim.Optimizer, habits: Habits, cut: bool, pla
     `cut`: whether this rank holds only parts of some. Raises AutoparError if the plan separates
     what the optimizer needs together. Every rank must call it.
     """
-    ranks = from_all(file_group(), lambda: (habits, cut))
+    ranks = from_all(call_group(), lambda: (habits, cut))
     obstacle = next((habits.obstacle for habits, _ in ranks if habits.obstacle), "")
     couples = any(habits.couples for habits, _ in ranks)
     kind, mesh = type(optimizer).__name__, plan.mesh

@@ -1,12 +1,13 @@
 """Notices what the user does to the model, or to the optimizer's parameters, after `parallelize`.
 
 The engine trains tensors of its own, so that such changes have no effect. They are looked for at
-the start of each step, by identities, version counters and flags, without reading data.
+the start of each step, by identities, version counters and flags. Writes through `.data` change
+none of these: a few elements of each tensor on the CPU show them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -17,7 +18,12 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, shown
 from autopar.runtime.ranks.agreement import say
+from autopar.runtime.state.samples import Samples
 
+Trains = Callable[[str], bool | None]
+"""The type of a function that says whether the engine trains a parameter now, by the model's name;
+None for one that it never trains.
+"""
 _SIMPLE = (bool, int, float, complex, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -71,9 +77,7 @@ class _Attributes:
 
 
 class UserChanges:
-    """Compares the model with how `parallelize` read it. `trains(name)` says whether the engine
-    trains a parameter at present. It keeps no tensor of the model alive.
-    """
+    """Compares the model with how `parallelize` read it. It keeps no tensor of the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._sums: dict[str, tuple[float, ...]] = {}
@@ -87,10 +91,11 @@ class UserChanges:
                     if tensor is not None:
                         self._tensors.append(_seen(prefix + key, module, registry, key, tensor))
             self._modules.append(_attributes(path, module))
+        self._samples = Samples([t for seen in self._tensors if (t := seen.tensor()) is not None])
 
     def forget(self) -> None:
         """Look at the model no longer."""
-        self._tensors, self._modules = [], []
+        self._tensors, self._modules, self._samples = [], [], Samples([])
 
     def given(self, values: Mapping[str, Tensor]) -> None:
         """Remember whole tensors that the engine holds, by the model's names: the same values in the
@@ -98,32 +103,37 @@ class UserChanges:
         """
         for seen in self._tensors:
             if seen.name in values:
-                self._sums[seen.name] = _sums(values[seen.name].detach().to(seen.dtype))
+                self._sums[seen.name] = sums(values[seen.name].detach().to(seen.dtype))
 
-    def check(self, trained: Mapping[str, bool]) -> None:
-        """Raise AutoparError if the user has changed the model, so that it has no effect. `trained`
-        has for each trainable parameter whether the engine trains it now, by the model's names. An
-        attribute that was changed is told once.
+    def check(self, trains: Trains) -> None:
+        """Raise AutoparError if the user has changed the model, so that it has no effect. An attribute
+        that was changed is told once.
         """
+        tensors: list[Tensor | None] = []
         for place, seen in enumerate(self._tensors):
             module = seen.module()
-            if module is None:
-                continue
-            now = getattr(module, seen.registry).get(seen.key)
-            if now is None or not seen.same(now):
-                self._tensors[place] = self._accepted(seen, now, trained)
+            now = None if module is None else getattr(module, seen.registry).get(seen.key)
+            if module is not None and (now is None or not seen.same(now)):
+                self._accept(place, seen, now, trains)
+            tensors.append(now)
+        for place in self._samples.changed(tensors):
+            self._accept(place, self._tensors[place], tensors[place], trains, written=True)
         for own in self._modules:
             module = own.module()
             if module is not None:
                 self._check_module(own, module)
 
-    def _accepted(self, seen: _Seen, now: Tensor | None, trained: Mapping[str, bool]) -> _Seen:
-        """What was seen of a changed tensor from now on. Raises AutoparError if the change is lost."""
+    def _accept(
+        self, place: int, seen: _Seen, now: Tensor | None, trains: Trains, written: bool = False
+    ) -> None:
+        """Take a changed tensor as seen from now on. Raises AutoparError if the change is lost.
+        `written`: its elements changed.
+        """
         name = seen.name
         if now is None:
             raise AutoparError(_lost(f"{name} was removed", "call parallelize again"))
         if seen.registry == "_parameters" and now.requires_grad != seen.trains:
-            holds = trained.get(name)
+            holds = trains(name)
             if holds is not None and now.requires_grad != holds:
                 way = "unfreeze" if now.requires_grad else "freeze"
                 raise AutoparError(
@@ -140,17 +150,18 @@ class UserChanges:
                     )
                 )
         new = now is not seen.tensor()
-        written = new or now._version != seen.version or now.data_ptr() != seen.address
+        written |= new or now._version != seen.version or now.data_ptr() != seen.address
         elsewhere = (now.device, now.dtype) != (seen.device, seen.dtype)
         moved = now.is_meta or (elsewhere and (new or now._version == seen.version))
-        if written and not moved and self._sums.get(name) != _sums(now.detach()):
+        if written and not moved and self._sums.get(name) != sums(now.detach()):
             raise AutoparError(
                 _lost(
                     f"{name} was changed in the model",
                     f'engine.set("{name}", value) sets one tensor, and engine.load_state_dict(model.state_dict()) all of them',
                 )
             )
-        return seen.as_now(now)
+        self._tensors[place] = seen.as_now(now)
+        self._samples.remember(place, now)
 
     def _check_module(self, own: _Attributes, module: nn.Module) -> None:
         held = vars(module)
@@ -222,7 +233,7 @@ def _attributes(path: str, module: nn.Module) -> _Attributes:
     return _Attributes(path, ref(module), tuple(simple), tuple(simple.values()), children, hooks)
 
 
-def _sums(tensor: Tensor) -> tuple[float, ...]:
+def sums(tensor: Tensor) -> tuple[float, ...]:
     """Two sums over a tensor's elements, which differ where tensors differ, but for rare cases."""
     if tensor.is_meta:
         return ()
@@ -238,15 +249,13 @@ def _lost(what: str, way: str) -> str:
     )
 
 
-def check_masters(
-    groups: Collection[Mapping[str, Any]], names: Mapping[int, str], held: Collection[int]
-) -> None:
+def check_masters(groups: Collection[Mapping[str, Any]], names: Mapping[int, str]) -> None:
     """Raise AutoparError if the user has changed the optimizer's parameters in a way that has no
-    effect. `names` has the names of masters by id(); `held` are the ids of what the engine trains.
+    effect. `names` has the names of masters by id().
     """
     for group in groups:
         for parameter in group["params"]:
-            if id(parameter) not in held:
+            if id(parameter) not in names:
                 raise AutoparError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the engine does not train, as if "
                     "from add_param_group(model's parameters). That has no effect: "
