@@ -28,6 +28,7 @@ from autopar.targets.target import (
     multiples_near,
 )
 from autopar.targets.unknown import unstated, with_others
+from autopar.targets.weights import NO_ATTENTION
 
 MICRO, STEPS, BATCH = (
     "train_micro_batch_size_per_gpu",
@@ -230,7 +231,8 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
                              "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size",
                              legal))  # fmt: skip
     hidden, heads = job.shape.hidden, job.shape.heads
-    if heads and hidden % heads:
+    attends = not any(part.what == NO_ATTENTION for part in job.unmodelled)  # mamba has no heads
+    if heads and hidden % heads and attends:
         what = f"{heads} attention heads do not divide a hidden size of {hidden}"
         legal = tuple(f"num_attention_heads: {d}" for d in divisors_near(hidden, heads))
         found.append(Finding("refused", what, f"{hidden} is not divisible by {heads}", legal))

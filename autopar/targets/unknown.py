@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import Arguments, is_none
+from autopar.targets.arguments import DEVICES, Arguments, is_none
 from autopar.targets.job import Job
 
 Options = Mapping[str, str]
@@ -120,8 +120,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "enable_cpu_offload": _SWITCH,
     "enable_sequence_parallel": _SWITCH,
     "device": ("none", "cpu"),
-    "num_nodes": (), "nnodes": (), "nproc_per_node": (), "devices": (), "world_size": (), "gpus_per_node": (),
-    "n_gpus_per_node": (), "num_gpus": (), "num_processes": (), "num_machines": (), "data_parallel_size": (),
+    **dict.fromkeys(DEVICES, ()),
 }  # fmt: skip
 """Plausible values of an option, by the last part of its name. Devices are those of the cluster that
 is asked about, so that none is taken for them.

@@ -10,7 +10,7 @@ Sources of names and meanings are the configuration classes of these versions.
 
 from __future__ import annotations
 
-from autopar.targets.weights import Rule
+from autopar.targets.weights import NO_ATTENTION, Rule
 
 _HF = ("accelerate", "deepspeed", "transformers")
 _MEGATRON = ("megatron", "bridge")
@@ -165,7 +165,7 @@ _COMMUNICATION = (
 _ARCHITECTURES = (
     Rule("hybrid_(layer|override)_pattern|hybrid_(attention|mlp)_ratio|is_hybrid_model|mamba_(num_heads|ssm_ngroups)",
          "state-space layers (Mamba) among the model's", place="instead", value="(?!0(\\.0)?$).+"),
-    Rule("attention_config", "layers without attention", place="instead", value="(?s:.*)(mamba|rwkv|gmlp|amlp)(?s:.*)"),
+    Rule("attention_config", NO_ATTENTION, place="instead", value="(?s:.*)(mamba|rwkv|gmlp|amlp)(?s:.*)"),
     Rule("entrypoint|program|script", "layers of RWKV", place="instead", value="(?s:.*)rwkv(?s:.*)"),
     Rule("partition_activations", "inputs of layers that are shared out over tp", "memory", needs="tp"),
 )  # fmt: skip

@@ -10,6 +10,9 @@ from autopar.targets.expansion import is_known
 from autopar.targets.job import Job, Unmodelled
 from autopar.targets.raw_options import Options, shown
 
+NO_ATTENTION = "layers without attention"
+"""What stands in the place of training as it is priced, where layers are those of mamba or rwkv."""
+
 _TESTS: dict[str, Callable[[Job], bool]] = {
     "experts": lambda job: job.shape.experts > 0 or bool(job.shape.lacking) or job.layout.ep > 1,
     "selective": lambda job: job.layout.recompute == "selective",

@@ -445,6 +445,8 @@ def test_heads_of_gpt_neox_divide_its_width(tmp_path: Path) -> None:
     text = re.sub(r'"num_attention_heads": \d+', '"num_attention_heads": 36', NEOX)
     said = refused(read_job(files(tmp_path, a_yml=text) / "a.yml"), 32)
     assert any("not divisible by 36" in words for words in said)
+    text = text.replace('"seq_length"', '"attention_config": [[["mamba"], 44]], "seq_length"')
+    assert refused(read_job(files(tmp_path, a_yml=text) / "a.yml"), 32) == []
 
 
 def test_a_file_of_deepspeed_with_a_stray_key(tmp_path: Path) -> None:
