@@ -126,9 +126,9 @@ class Planner:
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
             # the first capture includes its imports
             start = time.perf_counter() if self._traced else self.deadline.start_s
-            self._traced[seq] = api.trace_spec(
-                self.spec, seq, captured_in(self.request.precision, self.request.runnable)
-            )
+            captured = captured_in(self.request.precision, self.request.runnable)
+            with self.deadline.ends_capture(f"tracing {self.spec.name} on {seq} tokens"):
+                self._traced[seq] = api.trace_spec(self.spec, seq, captured)
             taken_s = time.perf_counter() - start
             self.searches.deadline = self.deadline.captured(taken_s)
         return self._traced[seq]

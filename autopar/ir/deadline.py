@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, shown
 
 SEARCH_LEAST = 0.5
 """The fraction of the limit that searches have at least, however long capturing the model took."""
+
+
+CAPTURE_S = 120.0
+"""Seconds that capturing a model may take in a command with a lower limit."""
 
 
 def _now_s() -> float:
@@ -20,8 +27,8 @@ def _now_s() -> float:
 class Deadline:
     """The end of the time of a command: `limit_s` seconds after `start_s`, by `clock`.
 
-    Capturing a model cannot be cut short. If it took `captured_s` seconds, what follows has at
-    least half of the limit, so that all ends within `limit_s + captured_s`.
+    Without a captured model there is no answer. If that took `captured_s` seconds, what follows has
+    at least half of the limit, so that all ends within `limit_s + captured_s`.
     """
 
     start_s: float
@@ -57,6 +64,45 @@ class Deadline:
         """This deadline after capturing a model took these seconds more."""
         return replace(self, captured_s=self.captured_s + seconds)
 
+    @contextmanager
+    def ends_capture(self, what: str) -> Iterator[None]:
+        """Ends the block, which captures a model, with AutoparError if it is not done `limit_s`
+        seconds, or `CAPTURE_S` if that is more, after the start. `what` is done, as in 'tracing a'.
+        Only the main thread can be ended so: elsewhere the block takes its time.
+        """
+        most_s = max(self.limit_s, CAPTURE_S)
+        left_s = self.start_s + most_s - self.clock()
+        if most_s == float("inf") or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        fired = False
+
+        def end(*_: object) -> None:
+            nonlocal fired
+            fired = True
+            raise _Ended
+
+        before = signal.signal(signal.SIGALRM, end)
+        signal.setitimer(
+            signal.ITIMER_REAL, max(left_s, 0.001), 1.0
+        )  # again, if the first was lost
+        try:
+            yield
+        except BaseException as error:
+            if not fired or isinstance(error, KeyboardInterrupt):
+                raise
+            raise AutoparError(
+                f"{what} was not done after {most_s:g} s, and counts to the time limit: "
+                f"give a limit of {10 * most_s:g} s, or fewer layers or tokens"
+            ) from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
     def share_s(self, number: int = 1) -> float:
         """Seconds for the next of `number` searches that are to come, with equal shares."""
         return self.left_s / max(number, 1)
+
+
+class _Ended(BaseException):
+    """The block has no time left. No handler of errors takes it for one."""

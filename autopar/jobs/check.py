@@ -123,8 +123,8 @@ def check_job(
         model: a MODEL text.  By default the model is that of the file.
         seq: tokens of a sequence.  By default those of the file.
         measured_s: measured seconds of a step, to compare with.
-        time_limit_s: seconds for the whole answer.  Capturing the model and the price of the job's own layout cannot be cut short: what
-            follows has at least half of them.
+        time_limit_s: seconds for the whole answer.  Capturing the model and the price of the job's own layout may take 120 s in the main
+            thread if the limit is lower, and have no limit elsewhere: what follows has at least half of them.
         advise: whether to look for better plans and for changes that fit.
 
     Raises:
@@ -151,7 +151,11 @@ def check_job(
     )
     if reasons := no_price(setting.job, gpus):
         return replace(answer, why_not="; ".join(reasons), why_no_best=NO_VERDICT)
-    answer = _priced(answer, setting)
+    try:
+        with deadline.ends_capture("pricing the job's own layout"):
+            answer = _priced(answer, setting)
+    except AutoparError as error:
+        return replace(answer, why_not=str(error), why_no_best=str(error))
     if answer.withheld:
         return replace(answer, why_no_best=NO_VERDICT)
     deadline = deadline.captured(deadline.clock() - deadline.start_s)
