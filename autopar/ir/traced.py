@@ -27,6 +27,7 @@ class ParameterSpec:
 
     Tied names are one entry: `name` is the first, `aliases` are the others. `keeps_dtype`: half
     precision does not convert this buffer, since forward casts it back to its own dtype first.
+    `read_as_number`: forward read its value as a Python number, which the graph has now.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ParameterSpec:
     buffer: bool = False
     aliases: tuple[str, ...] = ()
     keeps_dtype: bool = False
+    read_as_number: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class Changeable(Updates):
                     raise AutoparError(f"{name} takes a tensor or a number, not {shown(value)}")
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     raise AutoparError(f"the value for {name} is on the meta device, without data")
+                self._names.check_number(first, value)
                 found.setdefault(first, value)
             if strict is None:
                 return [f"{first} = {_told(value)}"]

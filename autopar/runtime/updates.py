@@ -18,7 +18,7 @@ from autopar.runtime.observe.metrics import Meter
 from autopar.runtime.ranks.agreement import from_all, lost_ranks
 from autopar.runtime.ranks.calls import CALLS
 from autopar.runtime.ranks.common_options import by_name, checksum, options, raise_difference
-from autopar.runtime.ranks.process_groups import call_group
+from autopar.runtime.ranks.process_groups import call_group, file_group
 from autopar.runtime.state.averages import Averages
 from autopar.runtime.state.clipping import Clip, Norms, apply_rules, rules_of
 from autopar.runtime.state.factories import Factory
@@ -55,6 +55,19 @@ class Updates(Durable):
     _layouts: Mapping[str, Any]
     _stage_group: Any
 
+    def check_numbers(self) -> None:
+        """Raise AutoparError, on every rank, if a buffer of which forward has read a number has
+        another value than when it was captured.
+        """
+        leaves = self.parameters.leaves
+
+        def check() -> None:
+            for name in self._names.numbers.keys() & leaves.keys():
+                self._names.check_number(name, leaves[name].detach())
+
+        if self._names.numbers:
+            from_all(file_group(), check)
+
     def _begin_updates(
         self, model: nn.Module, factory: Factory, clip: Clip | Sequence[Clip] | None
     ) -> None:
@@ -86,6 +99,7 @@ class Updates(Durable):
             if callable(getattr(self.optimizer, mode, None)):
                 setattr(self.optimizer, mode, self._noted(getattr(self.optimizer, mode)))
         self.batches.meeting.differ = self._refuse_different
+        self.check_numbers()
 
     def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,24 +23,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
+from autopar.trace.checkpointed_reads import CheckpointedReads
+from autopar.trace.known_values import KnownValues, UserTensors, attributes_of
 from autopar.trace.registered_tensors import (
     REGISTER,
     Entry,
     address_of,
     difference_of,
     entries_of,
-    has_tensors,
     is_saved,
-    joined,
     leaves_of,
+    norm_text,
     put_back,
     refuse,
     refuse_shared,
     registered_now,
     requires_text,
-    same_module,
     storage_of,
 )
+from autopar.trace.state_checks import ModulesBefore, check_attributes, check_sharing, check_ties
 from autopar.trace.user_lines import line_now
 
 _READ_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
@@ -59,12 +61,20 @@ class AssignedState(TorchFunctionMode):
 
     Afterwards `graded` has the names of tensors that do not train whose value has a gradient.
     `trained` has the names of parameters for which the loss has a gradient. `late` has those that
-    forward has changed through `.data` after an op with a gradient had read them.
+    forward has changed through `.data` after an op with a gradient had read them. `lines` has the
+    user's line of the first op that changes a tensor in place, by name.
     """
 
-    def __init__(self, model: nn.Module, early: Collection[str], aliases: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        early: Collection[str],
+        aliases: Collection[str],
+        own: UserTensors,
+    ) -> None:
         """`early`: names of the buffers that the user's model has; others are Python state.
-        `aliases`: names of tensors that a list, an attribute or a variable holds too.
+        `aliases`: names of tensors that a list, an attribute or a variable holds too. `own` is of the
+        user's model.
         """
         super().__init__()
         self.graded: list[str] = []
@@ -73,20 +83,24 @@ class AssignedState(TorchFunctionMode):
         self._read_storages: dict[int, Any] = {}  # kept, so that no address is given out again
         self._data: dict[int, tuple[Tensor, str]] = {}
         self._aliases = aliases
-        self._modules = {name: (m, dict(m._modules)) for name, m in model.named_modules()}
-        self._kept = {name: set(m._non_persistent_buffers_set) for name, m in model.named_modules()}
+        self._modules = ModulesBefore(model)
         self._entries = {
             name: e for name, e in entries_of(model) if e.kind == "_parameters" or name in early
         }
         self._names = {id(e.tensor): name for name, e in reversed(self._entries.items())}
         self._storages = {storage_of(e.tensor): name for name, e in reversed(self._entries.items())}
         self._frozen: dict[int, str] = {}
+        self.lines: dict[str, str] = {}
         self._normed: Counter[str] = Counter()
+        self._read_by_norms: dict[str, int] = {}
         self._fresh: dict[int, Any] = {}
         self._shapes = {name: tuple(e.tensor.shape) for name, e in self._entries.items()}
         self._start = self.versions()
-        self._checkpoints: list[dict[str, tuple[int, int]]] = []
-        self._reads: set[str] | None = None
+        self.known = KnownValues(own.values, self._unchanged_name)
+        for name, entry in self._entries.items():
+            vars(entry.tensor).update(own.attributes.get(name, {}))
+        self._attributes = {name: attributes_of(e.tensor) for name, e in self._entries.items()}
+        self.checkpointed = CheckpointedReads(self.versions, self._storages)
 
     def run(self, call: Callable[[], Tensor]) -> Tensor:
         """The result of `call()`, which runs forward. What it assigns is written into the tensors
@@ -150,18 +164,29 @@ class AssignedState(TorchFunctionMode):
             self._check_write(args, kwargs)
         if self._frozen:
             args, kwargs = pytree.tree_map(self._as_frozen, (args, kwargs))
-        if getattr(func, "__name__", "") in _NORMS:
-            self._normed.update(filter(None, map(self._name, _tensors(args, kwargs))))
-        if self._reads is not None:
-            addresses = map(storage_of, _tensors(args, kwargs))
-            self._reads.update(self._storages[a] for a in addresses if a in self._storages)
+        is_number, number = self.known.number(func, args, kwargs)
+        if is_number:
+            return number
+        self.checkpointed.note(_tensors(args, kwargs))
         found = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _NORMS:
+            self._note_norm(func, args, kwargs, found)
         if func in _MAKE:
             self._fresh[storage_of(found)] = found.untyped_storage()
         self._keep_data(func, args, found)
+        self.known.follow(func, args, kwargs, found)
         if torch.is_grad_enabled():
             self._note_read(args, kwargs, found)
         return found
+
+    def _note_norm(self, func: Callable, args: tuple, kwargs: dict, found: Tensor) -> None:
+        """Remember which statistics a batch norm changes, or reads for backward."""
+        names = set(filter(None, map(self._name, _tensors(args, kwargs))))
+        names = {name for name in names if self._entries[name].kind == "_buffers"}
+        if _of_the_batch(func, args, kwargs):
+            self._normed.update(names)
+        elif found.requires_grad and torch.is_grad_enabled():
+            self._read_by_norms |= {name: self._normed[name] for name in sorted(names)}
 
     def _note_read(self, args: tuple, kwargs: dict, found: Any) -> None:
         """Remember the tensors that an op with a gradient has read."""
@@ -189,6 +214,8 @@ class AssignedState(TorchFunctionMode):
         other tensors past their gradients.
         """
         for written in pytree.tree_leaves(kwargs.get("out", args[:1])):
+            if isinstance(written, Tensor) and (own := self._storages.get(storage_of(written))):
+                self.lines.setdefault(own, line_now())
             _, name = self._data.get(id(written), (None, None))
             how = ".data" if name == "" else ""
             if (
@@ -211,6 +238,12 @@ class AssignedState(TorchFunctionMode):
         if name and registered_now(self._entries[name]) is tensor:
             return name
         return next((name for name, e in self._entries.items() if registered_now(e) is tensor), "")
+
+    def _unchanged_name(self, tensor: Tensor) -> str:
+        """The name of a registered tensor that forward has not changed so far; else ''."""
+        name = self._names.get(id(tensor), "")
+        version = id(tensor), _version(tensor) + self._normed[name]
+        return name if name and self._start[name] == version else ""
 
     def _replace(self, tensor: Tensor, values: tuple, how: str) -> Tensor:
         """Write a new value into `tensor`, as `tensor.data = value` or `tensor.set_(value)` do."""
@@ -255,13 +288,18 @@ class AssignedState(TorchFunctionMode):
         """Write each tensor that forward has put into the place of another into that one. `loss` is
         what forward returned.
         """
-        self._check_modules()
+        self.known.check(n for n, v in self.versions().items() if v != self._start[n])
+        self._modules.check(self._entries)
+        check_attributes(self._entries, self._attributes)
         for which in self._frozen.values():
             raise AutoparError(requires_text(which, "leaves", ""))
         now = {name: self._checked(name, entry) for name, entry in self._entries.items()}
-        self._check_sharing(now)
-        self._check_ties()
-        self._check_checkpoints()
+        check_sharing(self._entries, now)
+        check_ties(self._entries, self._start, self.versions())
+        self.checkpointed.check(self.is_statistic)
+        for name, count in self._read_by_norms.items():
+            if self._normed[name] > count:
+                raise AutoparError(norm_text(name))
         self.trained = {self._names[i] for i in map(id, leaves_of(loss)) if i in self._names}
         self.late &= {name for name in self.late if is_saved(loss, self._entries[name].tensor)}
         before = {name: entry.tensor for name, entry in self._entries.items()}
@@ -272,25 +310,6 @@ class AssignedState(TorchFunctionMode):
         with torch.no_grad():
             for name, value in {id(before[n]): (n, v) for n, v in values.items()}.values():
                 before[name].copy_(value)
-
-    def _check_modules(self) -> None:
-        """Raise AutoparError if forward replaced or removed a module with tensors, or a name."""
-        for path, (module, children) in self._modules.items():
-            for key in {*children, *module._modules}:
-                before, after = children.get(key), module._modules.get(key)
-                if not same_module(before, after) and any(map(has_tensors, (before, after))):
-                    raise AutoparError(
-                        f"forward {'adds' if before is None else 'replaces'} module {joined(path, key)!r}, whose tensors no optimizer "
-                        "and no checkpoint would know: make all modules in __init__, and choose among them in forward"
-                    )
-            for key in self._kept[path] ^ module._non_persistent_buffers_set:
-                if (name := joined(path, key)) in self._entries:
-                    refuse(name, "with another `persistent`", "register it once, in __init__")
-            for key, parameter in module._parameters.items():
-                if parameter is not None and (name := joined(path, key)) not in self._entries:
-                    raise AutoparError(
-                        f"forward registers parameter {name!r}, which no optimizer would know: register it in __init__"
-                    )
 
     def _checked(self, name: str, entry: Entry) -> Tensor:
         """The tensor that is now registered as `name`. Raises AutoparError if there is none, or it
@@ -334,53 +353,6 @@ class AssignedState(TorchFunctionMode):
         if storage_of(value) in others - own - {0, storage_of(self._entries[name].tensor)}:
             refuse_shared(name, "an input, a constant or a parameter", where)
 
-    def _check_sharing(self, now: dict[str, Tensor]) -> None:
-        """Raise AutoparError unless exactly those names share memory that shared it before."""
-        firsts: dict[int, str] = {}
-        holders: dict[int, str] = {}
-        for name, tensor in now.items():
-            before = self._entries[name].tensor
-            first = firsts.setdefault(id(before), name)
-            if now[first] is not tensor:
-                refuse(name, f"alone: it was {first!r} too", "use copy_, or assign both")
-            holder = holders.setdefault(storage_of(tensor), first)
-            apart = storage_of(self._entries[holder].tensor) != storage_of(before)
-            if apart and tensor.numel() and storage_of(tensor):
-                refuse_shared(name, repr(holder), "")
-
-    @contextlib.contextmanager
-    def checkpoint(self) -> Iterator[None]:
-        """A context for a function that backward runs again. What it reads must stay as it is."""
-        outer, self._reads = self._reads, set()
-        try:
-            yield
-        finally:
-            now = self.versions()
-            self._checkpoints.append({name: now[name] for name in self._reads})
-            self._reads = outer
-
-    def _check_checkpoints(self) -> None:
-        """Raise AutoparError if forward changes what a checkpointed function has read before."""
-        now = self.versions()
-        for read in self._checkpoints:
-            for name, version in read.items():
-                if now[name] != version and not self.is_statistic(name):
-                    raise AutoparError(
-                        f"forward changes {name!r} after torch.utils.checkpoint has run a function that reads it. Eager PyTorch runs the "
-                        "function again in backward, with the new value: change it before, or pass a copy in (.clone())"
-                    )
-
-    def _check_ties(self) -> None:
-        """Raise AutoparError if forward changes a tensor that has several names. torch.export fails."""
-        now, firsts = self.versions(), dict[int, str]()
-        for name, entry in self._entries.items():
-            first = firsts.setdefault(id(entry.tensor), name)
-            if first != name and now[name] != self._start[name]:
-                raise AutoparError(
-                    f"forward changes {name!r}, which is the same tensor as {first!r}: torch.export cannot follow a change of a "
-                    "tensor with two names; register it once"
-                )
-
 
 _CURRENT: ContextVar[AssignedState] = ContextVar("the call of forward that runs")
 
@@ -397,7 +369,7 @@ def checkpointed(notes: list[str]) -> Iterator[None]:
         yield
         return
     before = state.versions()
-    with state.checkpoint():
+    with state.checkpointed.function():
         yield
     after = state.versions()
     changed = [name for name, version in before.items() if version != after[name]]
@@ -422,6 +394,16 @@ def _version(tensor: Any) -> int:
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
     return (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _of_the_batch(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether a batch or instance norm computes statistics of the batch, and changes its own."""
+    try:
+        call = signature(func).bind(*args, **kwargs)
+    except ValueError:  # torch.batch_norm and torch.instance_norm have none
+        return bool(args[5])
+    call.apply_defaults()
+    return bool(call.arguments.get("training", call.arguments.get("use_input_stats")))
 
 
 def _writes(func: Callable, kwargs: dict) -> bool:

@@ -21,12 +21,14 @@ from autopar.ops.values import output_nodes
 from autopar.trace.assigned_state import AssignedState
 from autopar.trace.batches import ExampleInputs, batch_entries, form_of
 from autopar.trace.captured import Captured
+from autopar.trace.captured_copy import in_the_copy
 from autopar.trace.changed_state import check_changes, rounding_notes
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
 from autopar.trace.copying import copy_with, meta_copy
 from autopar.trace.edit import call
 from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.functionalize import functional
+from autopar.trace.known_values import UserTensors
 from autopar.trace.loss_of_output import arguments_of, loss_of, target_name
 from autopar.trace.nested import rebuilt
 from autopar.trace.one_process import OneProcess, check_kept_sizes
@@ -54,16 +56,17 @@ class _LossModule(nn.Module):
         record: StateRecord,
         moved: Mapping[str, int],
         joined: Collection[str],
+        own: UserTensors,
     ) -> None:
         """`form` is a batch nested like the user's, of which tensors are replaced. `aliases` are
         refreshed before each call, and `record` watches it. `moved`: by input, the dim to which dim
         0, the rows, is moved before the model is called. `joined`: inputs whose dims 0 and 1 are
-        rows, which are flattened before.
+        rows, which are flattened before. `own` is of the user's model.
         """
         super().__init__()
         self.model, self.form = model, form
         self.loss_fn, self.aliases, self.record = loss_fn, aliases, record
-        self.moved, self.joined = moved, joined
+        self.moved, self.joined, self.own = moved, joined, own
         self.notes: list[str] = []
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -73,10 +76,12 @@ class _LossModule(nn.Module):
             torch._check(rows == first)  # one batch, though forward may never relate its inputs
         self.aliases.refresh(self.model)
         record = self.record
-        record.assigned = AssignedState(self.model, record.functions.buffers, self.aliases.names)
+        record.assigned = AssignedState(
+            self.model, record.functions.buffers, self.aliases.names, self.own
+        )
         with (
-            record.process.seen_by(record.functions),
             record.around_call(),
+            record.process.seen_by(record.functions, record.before.functions),
             values_unread(record.loops, batched) as record.notes,
         ):
             loss = record.assigned.run(partial(self._loss, tensors))
@@ -156,7 +161,7 @@ def capture(
             for name, size in sizes.items()
         }
     record = StateRecord(structure, Functions.of(structure, loss_fn))
-    with torch_seeded():
+    with torch_seeded(), in_the_copy(model, record.functions, copies):
         start = Snapshot.of(structure, record.functions)
         check_kept_sizes(start, record.functions, structure)
         aliases = Aliases(structure, start)
@@ -211,6 +216,7 @@ class _Call:
             record=record,
             moved=moved,
             joined=[n for n in names if self.dims[n] is not None] if self.together > 1 else (),
+            own=UserTensors.of(self.model),
         )
         shapes = {
             "tensors": {
@@ -230,7 +236,21 @@ class _Call:
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
         found = check_changes(_collect(exported, self.model, names), record.assigned)
         notes = [*notes, *record.process.notes(), *record.notes, *skeleton.notes]
+        if record.assigned is not None:
+            known = record.assigned.known
+            found = replace(found, parameters=_read_as_numbers(found.parameters, known.read))
+            notes += known.notes()
         return replace(found, notes=tuple(notes), row_dims=moved, together=self.together)
+
+
+def _read_as_numbers(
+    specs: dict[str, ParameterSpec], names: Collection[str]
+) -> dict[str, ParameterSpec]:
+    """`specs` in which those of `names`, of which forward has read numbers, are marked."""
+    return {
+        name: replace(spec, read_as_number=True) if {name, *spec.aliases} & set(names) else spec
+        for name, spec in specs.items()
+    }
 
 
 def _exported(

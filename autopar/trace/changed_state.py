@@ -35,14 +35,16 @@ def check_changes(captured: Captured, assigned: AssignedState | None) -> Capture
         alias: spec.name for spec in parameters.values() for alias in (spec.name, *spec.aliases)
     }
     trained, late = ({names[name] for name in of} for of in (assigned.trained, assigned.late))
+    lines = {names[name]: line for name, line in assigned.lines.items()}
     for name in captured.updates:
         spec = parameters[name]
-        if spec.trainable and name in trained:
+        if spec.dtype.startswith("complex"):
             raise AutoparError(
-                f"forward changes parameter {name!r} in place{line_of_node(news[name])}, which trains, past the optimizer. Compute with "
-                "the changed value as a new tensor (weight.clamp(-1, 1) instead of weight.data.clamp_(-1, 1)), or change it between "
-                "steps. If forward alone is to change it, set requires_grad=False before training"
+                f"forward changes {name!r}, which is complex{lines.get(name, '')}: register its real and imaginary parts as a real buffer "
+                "(torch.view_as_real), and read that by torch.view_as_complex"
             )
+        if spec.trainable and name in trained:
+            raise AutoparError(_changes_trained(name, lines.get(name) or line_of_node(news[name])))
         if name in late:
             raise AutoparError(
                 f"forward changes {name!r} through .data after an op with a gradient has read it. Backward would read the new value: "
@@ -56,6 +58,16 @@ def check_changes(captured: Captured, assigned: AssignedState | None) -> Capture
             "steps, which eager PyTorch mostly refuses: assign a detached value (.detach())"
         )
     return replace(captured, parameters=parameters)
+
+
+def _changes_trained(name: str, where: str) -> str:
+    """The text about a parameter that trains and that forward changes. `where` is the user's line."""
+    return (
+        f"forward changes parameter {name!r} in place{where}, which trains, past the optimizer. Compute with the changed value as a new "
+        "tensor: F.linear(x, weight.clamp(-1, 1)), or torch.func.functional_call(module, tensors, x). Or change it between steps, by "
+        "engine.set. If only the first call changes it, call the model once before. If forward alone is to change it, set "
+        "requires_grad=False before training"
+    )
 
 
 def _carries_gradient(captured: Captured, graded: set[str]) -> str:

@@ -79,10 +79,11 @@ def deepened(captured: Captured, deeper: Deeper) -> Captured:
         for spec in captured.parameters.values()
         if len({deeper.layer(n) for n in (spec.name, *spec.aliases)}) > 1
     ]
-    changed = [name for name in captured.updates if deeper.layer(name) is not None]
+    numbers = [name for name, spec in captured.parameters.items() if spec.read_as_number]
+    changed = [name for name in (*captured.updates, *numbers) if deeper.layer(name) is not None]
     if ties or changed:
         raise AutoparError(
-            f"layers of {deeper.path} {'share' if ties else 'change'} {(ties + changed)[0]}: trace the model whole"
+            f"layers of {deeper.path} {'share' if ties else 'change or read as a number'} {(ties + changed)[0]}: trace the model whole"
         )
     last, before, period, rest = _periods(captured, deeper)
     graph, names = captured.graph, captured.attributes

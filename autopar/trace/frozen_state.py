@@ -95,6 +95,8 @@ def check_state(
         second = _from_state(record.after, values, again, capture_again)
     except AutoparError as error:
         how = f": the next call, which begins with what this one left, fails ({one_line(error)})"
+        if any(path in record.after.tensors for path in changed):
+            how = ": the next call begins with the tensor that this one left"
         raise AutoparError(_frozen(changed, record, how)) from error
     if _outputs(first) != _outputs(second, made):
         raise AutoparError(_frozen(changed, record, ": the next call computes something else"))

@@ -500,14 +500,32 @@ def _fixed(captured: Captured) -> dict[str, bool]:
 
 def _carried(captured: Captured, loss: Node) -> str:
     """The name of the first buffer that forward changes and computes the loss with, so that one
-    micro-batch would affect the next. '' if there is none.
+    micro-batch would affect the next, or its value be of one alone. '' if there is none.
     """
     found = above(
         [loss],
         lambda node: [input_node(node, 0)] if node.target is _IN_TRAINING else node.all_input_nodes,
     )
     read = {captured.attributes.get(node.name) for node in found}
-    return next((name for name in captured.updates if name in read), "")
+    news = dict(zip(captured.updates, output_nodes(captured.graph)[1:], strict=False))
+
+    def is_read(name: str) -> bool:
+        value = _copied(news[name])
+        return name in read or (value in found and _depends_on_rows(captured, value))
+
+    return next(filter(is_read, captured.updates), "")
+
+
+def _copied(node: Node) -> Node:
+    """The node of which `node` is a copy, or itself."""
+    while is_op(node, "clone", "detach", "alias", "lift_fresh_copy", "_to_copy"):
+        node = input_node(node, 0)
+    return node
+
+
+def _depends_on_rows(captured: Captured, node: Node) -> bool:
+    inputs = {n for n in above([node]) if n.name in captured.input_nodes}
+    return any(follows_batch(each.meta["val"]) for each in inputs)
 
 
 def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,9 +77,12 @@ class OneProcess:
         ]
 
     @contextlib.contextmanager
-    def seen_by(self, functions: Functions) -> Iterator[None]:
+    def seen_by(
+        self, functions: Functions, kept: Iterable[tuple[Callable, Callable[[Any], None]]] = ()
+    ) -> Iterator[None]:
         """A context in which torch.distributed is that of one process. `functions` are those that
-        forward can call.
+        forward can call. `kept` are functions that attributes and containers hold, each with a
+        setter of that place.
         """
         replaced = {id(old): (old, new) for old, new in self._replacements()}
         namespaces = [vars(module) for module in MODULES]
@@ -90,6 +93,13 @@ class OneProcess:
                     if id(value) in replaced:
                         stack.callback(names.__setitem__, name, value)
                         names[name] = replaced[id(value)][1]
+            for value, put in kept:
+                if id(value) in replaced:
+                    with contextlib.suppress(AttributeError, TypeError):  # a place is read-only
+                        put(replaced[id(value)][1])
+                        stack.callback(put, value)
+            for function in functions.codes:
+                _replace_defaults(function, replaced, stack)
             for owner, name, method in self._methods():
                 stack.callback(setattr, owner, name, vars(owner)[name])  # as it is stored
                 setattr(owner, name, method)
@@ -166,6 +176,23 @@ class OneProcess:
             return answer
 
         return answered
+
+
+def _replace_defaults(
+    function: types.FunctionType, replaced: Mapping[int, tuple], stack: contextlib.ExitStack
+) -> None:
+    """Change default arguments that are functions in `replaced`, until `stack` ends."""
+    for name in ("__defaults__", "__kwdefaults__"):
+        before = getattr(function, name)
+        values = before.values() if isinstance(before, dict) else before or ()
+        if any(id(value) in replaced for value in values):
+            now = [replaced.get(id(value), (value, value))[1] for value in values]
+            stack.callback(setattr, function, name, before)
+            setattr(
+                function,
+                name,
+                dict(zip(before, now, strict=True)) if isinstance(before, dict) else tuple(now),
+            )
 
 
 _CURRENT: ContextVar[OneProcess | None] = ContextVar("what forward sees", default=None)

@@ -16,6 +16,7 @@ import logging
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -123,13 +124,15 @@ class Snapshot:
     """The content of all places of Python state at one time, by path such as 'layers.0.count'.
 
     `held` has a comparable content for each path. `tensors` has tensors by path. `puts` has
-    functions that store a tensor at a path. `names` has the names of attributes and variables on
+    functions that store a tensor at a path. `functions` has each function that a place holds, with
+    one that stores another there. `names` has the names of attributes and variables on
     the way to a path. `generators` has random number generators. Make one by `of`.
     """
 
     held: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     puts: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    functions: list[tuple[Callable, Callable[[Any], None]]] = field(default_factory=list)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
     restorers: list[Callable[[], object]] = field(default_factory=list)
@@ -169,6 +172,8 @@ class Snapshot:
         stores another value at the path; `names` are the attributes and variables on the way.
         """
         self.names[path] = names
+        if isinstance(value, types.FunctionType):
+            self.functions.append((value, put))
         if isinstance(value, torch.Tensor):
             self.held[path] = ("tensor", str(tuple(value.shape)), value.dtype)
             self.tensors[path], self.puts[path] = value, put
@@ -476,8 +481,8 @@ class Functions:
             self._seen.add(id(value))
             self._add_class(type(value))
             if isinstance(value, nn.Module):
-                for hooks in (value._forward_hooks, value._forward_pre_hooks):
-                    self._add(list(hooks.values()))
+                for hook in (*value._forward_hooks.values(), *value._forward_pre_hooks.values()):
+                    self._add(hook)
             for _, child in children(value):
                 if callable(child) or isinstance(child, (list, tuple, dict)):
                     self._add(child)
@@ -570,6 +575,8 @@ class Functions:
         put: Callable[[Any], None],
     ) -> None:
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+            if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+                self._places[path] = name, get, put
             self._add(value)
         elif not isinstance(
             value, (types.ModuleType, types.BuiltinFunctionType)
@@ -590,6 +597,7 @@ _STATEFUL = (
     set,
     types.GeneratorType,
     types.SimpleNamespace,
+    weakref.ReferenceType,
 )
 
 

@@ -146,6 +146,16 @@ def requires_text(name: str, does: str, where: str) -> str:
     )
 
 
+def norm_text(name: str) -> str:
+    """The text of an error about the statistics `name` of a batch norm, which forward changes in
+    training after it has read them in evaluation.
+    """
+    return (
+        f"forward changes {name!r} in training after a batch norm has read it in evaluation, so that backward of eager PyTorch reads "
+        "the changed value. Use a second batch norm, or call F.batch_norm with copies (running_mean.clone())"
+    )
+
+
 def refuse(name: str, how: str, advice: str) -> NoReturn:
     """Raise AutoparError: forward replaces the tensor called `name`, `how`; `advice` says what works."""
     raise AutoparError(

@@ -22,6 +22,7 @@ from autopar.errors import AutoparError
 from autopar.trace.assigned_state import checkpointed
 from autopar.trace.gather_functions import calls_processes, passed_on
 from autopar.trace.hit_loops import HitLoops
+from autopar.trace.known_values import NUMBERS
 from autopar.trace.met_rows import met
 from autopar.trace.one_process import current_process
 from autopar.trace.pieces import kept_whole, unread_counts
@@ -31,13 +32,6 @@ from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
 Tensor = torch.Tensor
-_NUMBERS = {
-    Tensor.item: ".item()", Tensor.__int__: "int()", Tensor.__float__: "float()", Tensor.__bool__: "bool()", Tensor.__index__: "an index",
-    Tensor.__complex__: "complex()", Tensor.__contains__: "in", torch.equal: "torch.equal", Tensor.equal: "Tensor.equal",
-    torch.allclose: "torch.allclose", Tensor.allclose: "Tensor.allclose", torch.is_nonzero: "torch.is_nonzero",
-    Tensor.is_nonzero: "Tensor.is_nonzero",
-}  # fmt: skip
-"""Functions that read a number or truth value out of a tensor, with their names for messages."""
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
@@ -114,8 +108,8 @@ class _ValueReads(TorchFunctionMode):
                 return found
         if func is Tensor.item and _is_within("_check_tensor_all_with"):
             return self._unchecked()
-        if func in _NUMBERS:
-            return _number_of(_NUMBERS[func], func, args, kwargs)
+        if func in NUMBERS:
+            return _number_of(NUMBERS[func], func, args, kwargs)
         if func in _TEXTS:
             return self._text(_operand(args, kwargs))
         if func == _DATA:  # the same values, but export sees where they come from

@@ -49,6 +49,7 @@ def explore(item: pytest.Item, number: int) -> None:
             own, max_examples=number, derandomize=False, database=kept, print_blob=True
         )
         setattr(function, _SETTINGS, wanted)
+        item.add_marker(pytest.mark.timeout(0))
 
 
 _SETTINGS = "_hypothesis_internal_use_settings"

@@ -225,6 +225,10 @@ class Step:
             return y
         if self.where == "in evaluation" and m.training:
             return y
+        if self.where == "if a flag is set" and not m.flag:
+            return y
+        if self.where == "unless a number is set" and int(m.number.sum()) > 1:
+            return y
         if self.where == "without gradients":
             with torch.no_grad():
                 found = self._run(m, x, y)
@@ -254,6 +258,8 @@ class Generated(nn.Module):
         self.register_buffer("other", ramp + 1)
         self.register_buffer("table", torch.outer(ramp, 1 - ramp))
         self.child.register_buffer("kept", ramp * 2)
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("number", torch.tensor([1, 0]))
         self.steps = steps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -272,6 +278,8 @@ _PLACES = st.sampled_from(
         "in training",
         "in evaluation",
         "checkpointed",
+        "if a flag is set",
+        "unless a number is set",
     ]
 )
 _TARGETS = st.sampled_from([*VECTORS, *VECTORS, *MATRICES, *MATRICES, *TRAINED])
@@ -292,20 +300,20 @@ def steps(draw) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def outcome(program: tuple[Step, ...]) -> str:
-    """'exact', 'refused', or 'fails in eager PyTorch'. AssertionError if it trains otherwise than eager PyTorch, or if a refusal names
-    nothing that forward writes."""
+def outcome(program: tuple[Step, ...], number: int = 1) -> str:
+    """'exact', 'refused', or 'fails in eager PyTorch', with `number` micro-batches. AssertionError if it trains otherwise than eager
+    PyTorch, or if a refusal names nothing that forward writes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            result = eager(made(lambda: Generated(program)))
+            result = eager(made(lambda: Generated(program)), 1, number)
         except Exception:
             result = None
         model = made(lambda: Generated(program))
         before = {k: v.clone() for k, v in model.state_dict().items()}
         try:
             traced = trace(model, batches()[0])
-            plan = solved_plan(traced, Annotator(traced), setting(ONE, 1, "none", ROWS))
+            plan = solved_plan(traced, Annotator(traced), setting(ONE, number, "none", ROWS))
             plan = replace(plan, micro_batch_mean=True)
             engine = Engine(copy.deepcopy(model), traced, plan, sgd, None, None, "cpu")
             losses, state = run_steps(engine, batches())

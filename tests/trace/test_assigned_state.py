@@ -779,7 +779,7 @@ ADVISED = (
 
 @pytest.mark.parametrize("change", every(5, ADVISED), ids=lambda change: change.__name__)
 def test_the_advice_is_exact(change):
-    assert error(build(change), PINS["one device"], 1) <= 1
+    assert error(build(change), PINS["two micro-batches"], 1) <= 1
 
 
 def test_a_batch_norm_inside_of_a_checkpoint_is_noted():

@@ -187,8 +187,26 @@ def size_of_the_group(m, x, y):
     return y * dist.group.WORLD.size() * (1 + dist.group.WORLD.rank())
 
 
+def keeps_functions(m: nn.Module) -> None:
+    m.reduce, m.calls = dist.all_reduce, {"size": dist.get_world_size}
+
+
+def functions_that_are_kept(m, x, y, rank=dist.get_rank):
+    total = y.detach().sum(0)
+    m.reduce(total)
+    return y - total / (y.shape[0] * m.calls["size"]()) * (1 + rank())
+
+
+SETUPS = {functions_that_are_kept: keeps_functions}
+
+
+def build(change) -> nn.Module:
+    return made(lambda: Stateful(change, SETUPS.get(change)))
+
+
 EXACT = (
-    scaled, gather_layer, center_of_all_ranks, scaled_if_initialized, imported_names, number_of_boxes, mean_over_ranks, gathered_keys,
+    scaled, gather_layer, center_of_all_ranks, functions_that_are_kept, scaled_if_initialized, imported_names, number_of_boxes,
+    mean_over_ranks, gathered_keys,
     summing_gather, mean_layer, gathered_with_gradients, own_rows_put_back, into_one_tensor, functional_collectives, broadcast,
     from_the_environment, where_it_must_be_initialized, objects, size_of_the_group,
 )  # fmt: skip
@@ -209,7 +227,7 @@ def one_process():
 
 
 def errors(rank: int, change, pins: list[str], results: dict[str, Reference]) -> list[float]:
-    return [error(made(lambda: Stateful(change)), PINS[pin], 2, results[pin]) for pin in pins]
+    return [error(build(change), PINS[pin], 2, results[pin]) for pin in pins]
 
 
 @pytest.mark.parametrize("change", every(len(EXACT), EXACT), ids=lambda change: change.__name__)
@@ -217,16 +235,14 @@ def test_ranks_train_as_one_process(pool2, one_process, change):
     pins = [pin for pin in PINS if "dp" in PINS[pin]]
     if change in OF_THE_WHOLE_BATCH:
         pins = [pin for pin in pins if micro_batches(PINS[pin])[1] == 1]
-    results = {
-        pin: eager(made(lambda: Stateful(change)), *micro_batches(PINS[pin])) for pin in pins
-    }
+    results = {pin: eager(build(change), *micro_batches(PINS[pin])) for pin in pins}
     for found in pool2.run(errors, change, pins, results):
         assert max(found) <= 1, dict(zip(pins, found, strict=True))
 
 
 @pytest.mark.parametrize("change", every(7, EXACT), ids=lambda change: change.__name__)
 def test_one_process_trains_as_in_eager_pytorch(one_process, change):
-    assert error(made(lambda: Stateful(change)), PINS["one device"], 1) <= 1
+    assert error(build(change), PINS["one device"], 1) <= 1
 
 
 ALONE = [change for change in EXACT if change is not size_of_the_group]
@@ -234,7 +250,7 @@ ALONE = [change for change in EXACT if change is not size_of_the_group]
 
 @pytest.mark.parametrize("change", every(8, ALONE), ids=lambda change: change.__name__)
 def test_a_plan_needs_no_process_group(change):
-    traced = trace(made(lambda: Stateful(change)), batches()[0])
+    traced = trace(build(change), batches()[0])
     found = [note for note in notes(traced) if "it sees one process" in note]
     assert len(found) == (change not in SILENT)
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
 from support.state_generator import outcome, steps
 
+NUMBERS = st.sampled_from([1, 2])
+"""Numbers of micro-batches."""
 QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @settings(max_examples=6, **QUIET)
-@given(program=steps())
-def test_generated_modules_are_exact_or_refused_by_name(program):
-    event(outcome(program))
+@given(program=steps(), number=NUMBERS)
+def test_generated_modules_are_exact_or_refused_by_name(program, number):
+    event(outcome(program, number))
 
 
 @pytest.mark.slow
 @settings(max_examples=300, **QUIET)
-@given(program=steps())
-def test_many_generated_modules_are_exact_or_refused_by_name(program):
-    event(outcome(program))
+@given(program=steps(), number=NUMBERS)
+def test_many_generated_modules_are_exact_or_refused_by_name(program, number):
+    event(outcome(program, number))

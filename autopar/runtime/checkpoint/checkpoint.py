@@ -337,6 +337,7 @@ class Checkpoints:
             say(
                 "the checkpoint has averages of the weights, which are left out: engine.average(...) before engine.load takes them"
             )
+        engine.check_numbers()
         if _rank() < len(state["random"]):
             _set_random_state(engine.device, state["random"][_rank()])
         for name, value in extra.items():

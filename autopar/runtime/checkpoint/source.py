@@ -23,6 +23,9 @@ class CheckpointSource(Protocol):
     parameters: Any
     averages: Any
 
+    def check_numbers(self) -> None:
+        """Raise AutoparError, on every rank, if a buffer has another value than forward has read."""
+
     def held(self) -> Mapping[str, Held]:
         """This rank's parts of parameters (masters if trained) and persistent buffers, by name."""
 

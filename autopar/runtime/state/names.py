@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.errors import AutoparError, shown
@@ -26,6 +27,12 @@ class Names:
         }
         held = (*model.named_parameters(), *model.named_buffers())
         self.unread = frozenset(name for name, _ in held if name not in self._first)
+        self.numbers = {
+            self._first[name]: buffer.detach().clone()
+            for name, buffer in model.named_buffers()
+            if name in self._first and specs[self._first[name]].read_as_number
+        }
+        """Values of the buffers of which forward has read numbers, by first name."""
         self._attributes = frozenset(
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()
@@ -45,6 +52,20 @@ class Names:
         if isinstance(name, str) and name in self._first:
             return self._first[name]
         raise AutoparError(self._unknown(name))
+
+    def check_number(self, name: str, value: Any) -> None:
+        """Raise AutoparError if forward has read a number of the buffer called `name` (a first
+        name), and `value`, a tensor or a number, is another value.
+        """
+        before = self.numbers.get(name)
+        if before is None:
+            return
+        now = torch.as_tensor(value, dtype=before.dtype, device=before.device)
+        if not torch.equal(now.expand(before.shape), before):
+            raise AutoparError(
+                f"{name} was {shown(before.tolist())} when the model was captured, whose forward reads it as a Python number: the graph of "
+                "the plan would not follow. Set it in the model, and call parallelize after that"
+            )
 
     def _unknown(self, name: Any) -> str:
         if isinstance(name, str) and name in self.unread:
