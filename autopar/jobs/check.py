@@ -123,8 +123,8 @@ def check_job(
         model: a MODEL text.  By default the model is that of the file.
         seq: tokens of a sequence.  By default those of the file.
         measured_s: measured seconds of a step, to compare with.
-        time_limit_s: seconds for the whole answer.  Capturing the model and the price of the job's own layout may take 120 s in the main
-            thread if the limit is lower, and have no limit elsewhere: what follows has at least half of them.
+        time_limit_s: seconds for the whole answer.  What follows the price of the job's own layout has at least half of them.  In the
+            main thread that price is given up after these seconds, or after 120 if that is more.
         advise: whether to look for better plans and for changes that fit.
 
     Raises:
