@@ -33,6 +33,7 @@ from autopar.runtime.state.optimizers import (
     step_hooks,
 )
 from autopar.runtime.state.precision import LossScale
+from autopar.runtime.state.samples import Samples
 from autopar.runtime.state.user_changes import UserChanges, check_masters
 
 _OF_WEIGHTS = ("save", "load", "set", "load_state_dict", "average")
@@ -166,6 +167,14 @@ class Updates(Durable):
     def _note_masters(self) -> None:
         self._versions = [one.master._version for one in self.parameters.trained.values()]
         self._modes_changed = False
+        self._samples = Samples(self._sampled())
+
+    def _sampled(self) -> list[torch.Tensor]:
+        """This rank's masters if graphs do not read their memory, for writes through `.data`."""
+        own = self.parameters
+        if not own.publishes:
+            return []
+        return [one.local for name, one in own.trained.items() if own.has_master(name)]
 
     def _check_own_weights(self, method: str) -> None:
         """Raise AutoparError inside of `averaged()`, where `method` would mistake averages for the
@@ -181,8 +190,11 @@ class Updates(Durable):
         or by the user.
         """
         own = self.parameters.trained.values()
-        return self._modes_changed or any(
-            one.master._version != version for one, version in zip(own, self._versions, strict=True)
+        return (
+            self._modes_changed
+            or any(o.master._version != old for o, old in zip(own, self._versions, strict=True))
+            or bool(self._samples.changed(self._sampled()))
+            or (not self.parameters.publishes and any(one.is_apart for one in own))
         )
 
     def _publish_changed(self) -> None:
@@ -195,7 +207,7 @@ class Updates(Durable):
         """Raise AutoparError if the user has changed the model or the optimizer's parameters without
         effect. `trains`: before a step, which needs something to train.
         """
-        self._user_changes.check(self._trains)
+        self._user_changes.check(self._trains, trains)
         check_masters(self.optimizer.param_groups, self._master_names)
         if self.plan.mesh.num_devices > 1 and set(step_hooks(self.optimizer)) - self._step_hooks:
             raise AutoparError(

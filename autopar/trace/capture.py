@@ -292,12 +292,14 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise AutoparError(
-                f"module {name or 'model'!r} has backward hooks, which torch.export drops; remove them before parallelizing"
+                f"module {name or 'model'!r} has backward hooks, which torch.export drops. Remove them: engine.register_gradient_hook "
+                "changes gradients of parameters, and an op of its own (torch.library.custom_op and register_autograd) those of activations"
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise AutoparError(
-                f"parameter {name!r} has gradient hooks, which torch.export drops; remove them before parallelizing"
+                f"parameter {name!r} has gradient hooks, which the engine's own tensors would lack. Remove them: after parallelize, "
+                f'engine.register_gradient_hook("{name}", hook) sets a hook of a name and the whole gradient'
             )
 
 

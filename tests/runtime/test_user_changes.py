@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -171,6 +172,39 @@ def only_head(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(params)[-2:], 0.05, momentum=0.9)
 
 
+class AssignsData(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad * p.grad.norm()
+
+
+@cache
+def saved_state() -> dict:
+    model = copy.deepcopy(case().model)
+    optimizer = adamw(model.parameters())
+    model(**case().batches[4]).backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def with_state(params: Any) -> torch.optim.Optimizer:
+    optimizer = adamw(params)
+    optimizer.load_state_dict(copy.deepcopy(saved_state()))
+    return optimizer
+
+
+def clamp(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.clamp_(-0.2, 0.2)
+
+
 SCENARIOS = {
     "set": Scenario(sgd, at(1, set_engine), at(1, set_eager)),
     "load_state_dict": Scenario(
@@ -217,6 +251,11 @@ SCENARIOS = {
         )),
     ),
     "lookahead": Scenario(lambda params: Lookahead(sgd(params))),
+    "data assigned": Scenario(AssignsData),
+    "state loaded by the factory": Scenario(with_state),
+    "masters clamped": Scenario(
+        adamw, lambda step, engine: clamp(engine.optimizer), lambda step, model, optimizer: clamp(optimizer)
+    ),
 }  # fmt: skip
 WHOLE = {
     "clip_grad_norm_ in a hook": Scenario(clipped_in_hook(lambda held: clip_grad_norm_(held, 0.1))),
@@ -295,8 +334,12 @@ def test_changes_are_exact(pool2):
     check(
         pool2,
         [
-            (name, "zero3" if name in WHOLE else cells[place % 3])
-            for place, name in enumerate(SCENARIOS)
+            *(
+                (name, "zero3" if name in WHOLE else cells[place % 3])
+                for place, name in enumerate(SCENARIOS)
+            ),
+            ("data assigned", "tp2"),
+            ("masters clamped", "zero1"),
         ],
     )
 
@@ -339,6 +382,10 @@ LOST: dict[str, tuple[Callable[[Engine, Updated], Any], str]] = {
     "module": (lambda engine, model: setattr(model, "head", nn.Linear(8, 4).double()), "module head was replaced"),
     "group": (lambda engine, model: engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
               "engine.add_param_group"),
+    "hook of a parameter": (lambda engine, model: model.head.weight.register_hook(lambda g: 2 * g),
+                            r"engine.register_gradient_hook\(.head.weight., hook\) sets one"),
+    "forward": (lambda engine, model: setattr(model, "forward", lambda x, labels: x.sum()), "forward of the model was replaced"),
+    "class": (lambda engine, model: setattr(model.head, "__class__", nn.Bilinear), "forward of head was replaced"),
     "master": (lambda engine, model: engine.optimizer.param_groups[0]["params"][0].requires_grad_(False),
                "engine.freeze"),
     "hook": (lambda engine, model: engine.optimizer.param_groups[0]["params"][0].register_hook(lambda g: g),
@@ -395,6 +442,106 @@ def test_attributes_of_python_are_told_once(capsys):
     assert capsys.readouterr().err.count("temperature was 1.0 when") == 1
     with pytest.raises(AutoparError, match="temperature is an attribute of Python"):
         engine.set("temperature", 2.0)
+
+
+def test_modes_and_gradients_are_told_once(capsys):
+    engine, model = engine_of("one", sgd)
+    model(**case().batches[0]).backward()
+    model.eval()
+    engine.eval_step(case().batches[0])
+    assert "training is" not in capsys.readouterr().err
+    go(engine, 2)
+    told = capsys.readouterr().err
+    assert told.count("model.training is False, and was True when") == 1
+    engine, model = engine_of("one", sgd)
+    model.head.weight.grad = torch.ones(4, 8).double()
+    go(engine, 2)
+    assert capsys.readouterr().err.count("head.weight.grad was set") == 1
+
+
+def decaying(params: Any) -> torch.optim.Optimizer:
+    """A hook that reads its parameter."""
+    params = list(params)
+    for p in params:
+        p.register_hook(lambda grad, p=p: grad + 0.01 * p.detach() * p.detach().norm())
+    return sgd(params)
+
+
+def decaying_in_a_step_hook(params: Any) -> torch.optim.Optimizer:
+    """The same, as the refusal of `decaying` advises."""
+    params = list(params)
+    optimizer = sgd(params)
+
+    def decay(*_: Any) -> None:
+        for p in params:
+            if p.grad is not None:
+                p.grad.add_(p.detach() * p.detach().norm(), alpha=0.01)
+
+    optimizer.register_step_pre_hook(decay)
+    return optimizer
+
+
+def read_in_hooks(rank: int, cells: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for cell in cells:
+        try:
+            engine, _ = engine_of(cell, decaying)
+        except AutoparError as error:
+            assert "optimizer.register_step_pre_hook" in str(error)
+            engine, _ = engine_of(cell, decaying_in_a_step_hook)
+            found.append("refused")
+        go(engine)
+        found.append(engine.full_state_dict())
+    return found
+
+
+def test_a_hook_that_reads_parts_is_refused_with_a_way_that_is_exact(pool2):
+    reference = eager(decaying)
+    for found in pool2.run(read_in_hooks, ["dp2", "zero3", "pp2", "tp2"], timeout_s=200):
+        assert [one for one in found if one == "refused"] == ["refused"] * 2
+        for state in found:
+            assert state == "refused" or update_error(reference, state) <= 1.0
+
+
+class Keeps(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.1)
+
+
+class Delegates(Lookahead):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+class Both:
+    def __init__(self, params: Any) -> None:
+        self.all = [sgd(list(params)[:2])]
+
+    def step(self) -> None:
+        self.all[0].step()
+
+
+REFUSED: dict[str, tuple[Callable, str]] = {
+    "keeps gradients": (lambda params: Keeps(params, 0.05), "Keeps.zero_grad keeps gradients"),
+    "no optimizer": (Both, "a Both, not a torch.optim.Optimizer: derive a class"),
+    "list": (lambda params: [sgd(params)], "a list, not a torch.optim.Optimizer: derive a class"),
+    "none": (lambda params: None, "returned a NoneType.*pass, for example"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_cannot_run(name):
+    factory, words = REFUSED[name]
+    with pytest.raises(AutoparError, match=words):
+        engine_of("one", factory)
+
+
+def test_zero_grad_of_a_wrapper_is_no_obstacle():
+    engine, _ = engine_of("one", lambda params: Delegates(sgd(params)))
+    go(engine, 1)
 
 
 WRONG: dict[str, tuple[Callable[[Engine], Any], str]] = {

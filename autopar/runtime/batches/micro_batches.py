@@ -30,7 +30,9 @@ from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_row
 from autopar.runtime.batches.meeting import CALL, NOTHING, Call, Meeting
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
-from autopar.runtime.ranks.agreement import raise_on_all
+from autopar.runtime.ranks.agreement import from_all, raise_on_all
+from autopar.runtime.ranks.common_options import checksum, raise_difference
+from autopar.runtime.ranks.process_groups import call_group
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
 from autopar.trace.batches import batch_entries, batch_tensors
 from autopar.trace.nested import check_plain, rebuilt
@@ -98,8 +100,20 @@ class _Read:
 
     @property
     def told(self) -> list[float]:
-        """[rows, checksum, program index, length], which this rank sends to the others."""
-        return [self.rows, self.checksum, self.number, self.length]
+        """[rows, checksum, program index, length, checksum of dtypes], which this rank sends to the
+        others.
+        """
+        dtypes = checksum(sorted(self.dtypes.items())) if self.dtypes else 0
+        return [self.rows, self.checksum, self.number, self.length, dtypes]
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtypes of floating-point tensors, by what they are."""
+        return {
+            f"dtype of batch entry {name!r}": str(tensor.dtype)
+            for name, tensor in self.given.items()
+            if tensor.is_floating_point()
+        }
 
 
 class BatchSplitter:
@@ -214,6 +228,9 @@ class BatchSplitter:
         seen = everyone[..., CALL : -len(parts) or None].tolist()
         if any(told[0] < 0 for sharing in seen for told in sharing):
             raise_on_all(mistake)
+        if len({told[4] for sharing in seen for told in sharing}) > 1:
+            ranks = from_all(call_group(), lambda: read.dtypes)
+            raise_difference(ranks, "Give each rank its rows in the same dtype")
         held, numbers, lengths = self._agreed(seen)
         dealt, tensors = self._dealt(held, trains), read.tensors
         chosen = max(numbers)  # every rank runs the program that the longest batch needs

@@ -85,9 +85,15 @@ def _called(factory: Factory, trained: Mapping[str, nn.Parameter]) -> torch.opti
             "def factory(named_parameters), and it gets pairs of name and parameter"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
+        parts: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        several = any(hasattr(part, "step") for part in parts)
+        way = (
+            "derive a class from torch.optim.Optimizer whose param_groups are those of all, and whose step calls theirs"
+            if several
+            else "pass, for example, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+        )
         raise AutoparError(
-            f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
-            "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+            f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: {way}"
         )
     return optimizer
 
@@ -100,7 +106,8 @@ def check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
     if foreign:
         raise AutoparError(
             f"the optimizer holds {foreign} tensors that the engine does not train: build it from the parameters that the "
-            "function is given, not from model.parameters(). engine.add_param_group adds a group by the names of parameters"
+            "function is given, not from model.parameters(). If its argument is called named_parameters, it gets their names too; "
+            "engine.add_param_group adds a group by names"
         )
 
 

@@ -74,6 +74,17 @@ class Trained:
         return local_part(self.master)
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the master no longer shares memory with `own`, after `master.data = tensor`."""
+        return self.master is not self.leaf and self.local.data_ptr() != self.own.data_ptr()
+
+    def rejoin(self) -> None:
+        """Copy such a master into `own`. A plain tensor shares its memory again."""
+        self.own.copy_(self.local)
+        if self.local is self.master:
+            self.master.data = self.own
+
+    @property
     def grad(self) -> Tensor | None:
         """The gradient so far: `total`, or if that is None, `leaf.grad`, which may be None too."""
         return self.leaf.grad if self.total is None else self.total

@@ -38,6 +38,7 @@ class Habits:
         closure: its step takes a closure that computes gradients.
         gradients_first: it reads gradients before it calls the closure.
         moving: options of parameter groups that its step changes, or adds.
+        keeps_gradients: its zero_grad leaves some.
     """
 
     couples: bool = False
@@ -46,6 +47,7 @@ class Habits:
     closure: bool = False
     gradients_first: bool = True
     moving: frozenset[str] = frozenset()
+    keeps_gradients: bool = False
 
 
 class _CommunicatesError(Exception):
@@ -119,6 +121,7 @@ def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
                 closure=closure,
                 gradients_first=first or not closure,
                 moving=frozenset(moving),
+                keeps_gradients=_keeps_gradients(optimizer, stand_ins),
             )
     except _CommunicatesError:
         return Habits(
@@ -170,6 +173,23 @@ def _fails_without_gradients(
     except Exception:
         return True
     return False
+
+
+def _keeps_gradients(optimizer: torch.optim.Optimizer, stand_ins: list[_StandIn]) -> bool:
+    """Whether a zero_grad of the optimizer's class leaves gradients that are not zero."""
+    method: Any = type(optimizer).zero_grad
+    if method is torch.optim.Optimizer.zero_grad:
+        return False
+    generator = torch.Generator().manual_seed(7)
+    tensors = [stand_in.parameter(generator) for stand_in in stand_ins]
+    twin = _twin(optimizer, stand_ins, tensors, range(len(tensors)))
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    try:
+        method(twin)
+    except Exception:  # of a class that is not ours, whose zero_grad the engine does not call
+        return False
+    return any(tensor.grad is not None and bool(tensor.grad.any()) for tensor in tensors)
 
 
 def _stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[_StandIn]:

@@ -29,7 +29,9 @@ from autopar.runtime.ranks.agreement import from_all, say
 from autopar.runtime.ranks.process_groups import call_group
 from autopar.runtime.state.factories import Factory, attributes_of, built, keep, replaced
 from autopar.runtime.state.holding import HOST
+from autopar.runtime.state.loaded_state import shard_state
 from autopar.runtime.state.optimizer_trials import Habits, check_step, habits_of, needs_closure
+from autopar.runtime.state.reach import tensors_of
 
 if TYPE_CHECKING:
     from autopar.runtime.state.parameters import Parameters
@@ -132,6 +134,11 @@ def make_optimizer(
     if type(optimizer) is torch.optim.SparseAdam:
         return found  # `check_dense_is_the_same` refuses it
     habits = habits_of(optimizer)
+    if habits.keeps_gradients:
+        raise AutoparError(
+            f"{type(optimizer).__name__}.zero_grad keeps gradients, and each step of the engine begins with none. Keep what the next "
+            "step needs in the optimizer's state, and add it to the gradients in its step"
+        )
     if plan.mesh.num_devices > 1:
         build = partial(_built, factory, parameters, specs, attributes)
         found = _over_wholes(build, found, habits, parameters, plan)
@@ -218,7 +225,30 @@ def _built(
     made = built(factory, trained)
     check_step(made.optimizer)
     _check_options(made.optimizer, device)
+    _check_hooks(made.hooks, trained, parameters)
+    shard_state(made.optimizer, trained, parameters)
     return Updating(made.optimizer, made.groups, made.hooks)
+
+
+def _check_hooks(
+    hooks: Mapping[str, Mapping[int, Any]],
+    trained: Mapping[str, nn.Parameter],
+    parameters: Parameters,
+) -> None:
+    """Raise AutoparError if a gradient hook of the factory reads a parameter that this rank does not
+    hold whole.
+    """
+    names = {id(parameter): name for name, parameter in trained.items()}
+    here = [(name, own) for name, own in hooks.items() if name in parameters.trained]
+    for name, own in here:
+        for read in {names.get(id(t), "") for hook in own.values() for t in tensors_of(hook)}:
+            held = read in parameters.trained
+            if read and not (held and not parameters.holding.cuttings[read].is_cut):
+                raise AutoparError(
+                    f"a gradient hook that the optimizer's factory set on {name} reads {read}, of which this rank holds "
+                    f"{'a part' if held else 'nothing'}. Set a step hook in the factory instead (optimizer.register_step_pre_hook), which "
+                    "sees whole parameters and their gradients"
+                )
 
 
 def _check_options(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -63,6 +63,16 @@ class Parameters:
         self.gradients = Gradients(holding, self.trained, self.gathering)
 
     @property
+    def copies_masters(self) -> bool:
+        """Whether masters are copies of what this rank owns."""
+        return self.holding.half or self.holding.plan.offload == "optimizer"
+
+    @property
+    def publishes(self) -> bool:
+        """Whether graphs read changes of masters after `publish` alone."""
+        return self.copies_masters or self.holding.plan.zero in (1, 2) or bool(self.wholes.names)
+
+    @property
     def masters(self) -> dict[str, nn.Parameter]:
         """By name, the tensors that the optimizer updates: DTensors if sharded."""
         return {name: one.master for name, one in self.trained.items()}
@@ -282,8 +292,10 @@ class Parameters:
         for name, one in updated.items():
             if name in self.wholes:
                 one.own.copy_(self._part(name, holding.dtype))
-            elif holding.half or holding.plan.offload == "optimizer":  # masters are copies
+            elif self.copies_masters:
                 one.own.copy_(one.local)
+            elif one.is_apart:
+                one.rejoin()
         if holding.plan.zero in (1, 2):
             cut = [name for name, one in updated.items() if one.share.cuts]
             for bucket in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):

@@ -42,6 +42,7 @@ class _Seen:
     trains: bool
     device: torch.device
     dtype: torch.dtype
+    has_grad: bool
 
     def same(self, now: Tensor) -> bool:
         return (
@@ -49,6 +50,7 @@ class _Seen:
             and now._version == self.version
             and now.requires_grad == self.trains
             and now.data_ptr() == self.address
+            and not _hooked(now)
         )
 
     def as_now(self, now: Tensor) -> _Seen:
@@ -64,9 +66,16 @@ class _Seen:
         )
 
 
+def _hooked(tensor: Tensor) -> bool:
+    """Whether hooks on the gradient of a tensor are set."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 @dataclass(frozen=True, slots=True)
 class _Attributes:
-    """Numbers and texts that are attributes of a module, its children, and its number of hooks."""
+    """What is compared of a module: numbers and texts that are its attributes, its children, its
+    number of hooks, its class, a forward of its own, and its mode.
+    """
 
     path: str
     module: ReferenceType[nn.Module]
@@ -74,6 +83,9 @@ class _Attributes:
     values: tuple[Any, ...]
     children: tuple[tuple[str, int], ...]
     hooks: int
+    kind: type
+    forward: Any
+    training: bool
 
 
 class UserChanges:
@@ -105,9 +117,9 @@ class UserChanges:
             if seen.name in values:
                 self._sums[seen.name] = sums(values[seen.name].detach().to(seen.dtype))
 
-    def check(self, trains: Trains) -> None:
+    def check(self, trains: Trains, in_step: bool) -> None:
         """Raise AutoparError if the user has changed the model, so that it has no effect. An attribute
-        that was changed is told once.
+        that was changed is told once, and so is a mode before a training step (`in_step`).
         """
         tensors: list[Tensor | None] = []
         for place, seen in enumerate(self._tensors):
@@ -115,6 +127,8 @@ class UserChanges:
             now = None if module is None else getattr(module, seen.registry).get(seen.key)
             if module is not None and (now is None or not seen.same(now)):
                 self._accept(place, seen, now, trains)
+            if now is not None and seen.registry == "_parameters" and now.grad is not None:
+                self._tell_gradient(seen)
             tensors.append(now)
         for place in self._samples.changed(tensors):
             self._accept(place, self._tensors[place], tensors[place], trains, written=True)
@@ -122,6 +136,8 @@ class UserChanges:
             module = own.module()
             if module is not None:
                 self._check_module(own, module)
+                if in_step and module.training != own.training:
+                    self._tell_mode(own, module)
 
     def _accept(
         self, place: int, seen: _Seen, now: Tensor | None, trains: Trains, written: bool = False
@@ -132,6 +148,13 @@ class UserChanges:
         name = seen.name
         if now is None:
             raise AutoparError(_lost(f"{name} was removed", "call parallelize again"))
+        if _hooked(now):
+            raise AutoparError(
+                _lost(
+                    f"a gradient hook was set on {name}",
+                    f'engine.register_gradient_hook("{name}", hook) sets one',
+                )
+            )
         if seen.registry == "_parameters" and now.requires_grad != seen.trains:
             holds = trains(name)
             if holds is not None and now.requires_grad != holds:
@@ -146,7 +169,8 @@ class UserChanges:
                 raise AutoparError(
                     _lost(
                         f"{name}.requires_grad was set to True",
-                        "the plan has no gradient for it: call parallelize again",
+                        "the plan has no gradient for it: let it require one before parallelize, and hold it with engine.freeze until it "
+                        "is to be trained",
                     )
                 )
         new = now is not seen.tensor()
@@ -184,6 +208,12 @@ class UserChanges:
             raise AutoparError(
                 _lost(f"module {name} was replaced, added or removed", "call parallelize again")
             )
+        if type(module) is not own.kind or held.get("forward") is not own.forward:
+            raise AutoparError(
+                _lost(
+                    f"forward of {own.path or 'the model'} was replaced", "call parallelize again"
+                )
+            )
         if sum(len(held[hooks]) for hooks in _HOOKS) != own.hooks:
             self._tell(
                 own.path,
@@ -200,6 +230,24 @@ class UserChanges:
                     f"{name} was {shown(value)} when parallelize read the model, and is {shown(held.get(key))} now, which has no effect: "
                     "make it a buffer (register_buffer) before parallelize, and engine.set changes it; or call parallelize again",
                 )
+
+    def _tell_mode(self, own: _Attributes, module: nn.Module) -> None:
+        """Say once for all modules that a mode was changed."""
+        path = f"{own.path}." if own.path else "model."
+        self._tell(
+            "mode",
+            f"{path}training is {module.training}, and was {own.training} when parallelize read the model. engine.step runs the model as "
+            "it was then, and eval_step evaluates it: set modes, by train() and eval(), before parallelize",
+        )
+
+    def _tell_gradient(self, seen: _Seen) -> None:
+        """Say once for all parameters that one has a gradient."""
+        if not seen.has_grad:
+            self._tell(
+                "gradient",
+                f"{seen.name}.grad was set in the model after parallelize, which has no effect on the engine: engine.step computes "
+                "gradients, and engine.register_gradient_hook changes them",
+            )
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._told:
@@ -219,6 +267,7 @@ def _seen(name: str, module: nn.Module, registry: str, key: str, tensor: Tensor)
         trains=tensor.requires_grad,
         device=tensor.device,
         dtype=tensor.dtype,
+        has_grad=registry == "_parameters" and tensor.grad is not None,
     )
 
 
@@ -230,7 +279,17 @@ def _attributes(path: str, module: nn.Module) -> _Attributes:
     }
     children = tuple((key, id(child)) for key, child in module._modules.items())
     hooks = sum(len(vars(module)[name]) for name in _HOOKS)
-    return _Attributes(path, ref(module), tuple(simple), tuple(simple.values()), children, hooks)
+    return _Attributes(
+        path=path,
+        module=ref(module),
+        keys=tuple(simple),
+        values=tuple(simple.values()),
+        children=children,
+        hooks=hooks,
+        kind=type(module),
+        forward=vars(module).get("forward"),
+        training=module.training,
+    )
 
 
 def sums(tensor: Tensor) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ owns every parameter, and all compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 import torch
@@ -46,6 +46,11 @@ class WholeMatrices:
 
     def __contains__(self, name: str) -> bool:
         return name in self._owner
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of these parameters."""
+        return self._owner.keys()
 
     def choose(self, cuttings: Mapping[str, Cutting], everywhere: bool) -> None:
         """Register these parameters and choose their owners: the largest first, each assigned to
