@@ -184,8 +184,8 @@ def _frozen(paths: list[str], record: StateRecord, how: str) -> str:
     values = f" (from {before!r} to {after!r})" if plain else ""
     return (
         f"forward changes {_listed(paths)}{values[:200]}, which is Python state{how}. autopar captures forward once, so that every step "
-        "would compute as the first one did; keep it in a buffer (register_buffer) that forward changes in place with torch ops, or pass "
-        "it to forward as an input"
+        "would compute as the first one did; keep it in a buffer (register_buffer) that forward changes in place with torch ops, "
+        "make it anew in each forward, or pass it to forward as an input"
     )
 
 

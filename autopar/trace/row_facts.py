@@ -604,9 +604,12 @@ def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | 
 
 
 def _repeats(node: Node) -> bool:
-    """Whether a node makes equal rows from a tensor without rows."""
-    return is_op(node, *_EQUAL_ROWS) and not any(
-        follows_batch(each.meta.get("val")) for each in node.all_input_nodes
+    """Whether a node makes equal rows from a tensor without rows, not from a number of rows."""
+    sources = [each for each in node.all_input_nodes if results(each)]
+    return (
+        bool(sources)
+        and is_op(node, *_EQUAL_ROWS)
+        and not any(follows_batch(each.meta["val"]) for each in sources)
     )
 
 

@@ -192,7 +192,7 @@ REFUSED = {
                             "parameter 'inner.weight' past"),
     "rows of a weight in a list": (lambda: Model(lambda m, y: y[:, :2] @ m.read[0], keep(read=lambda m: [m.inner.weight.detach()[:2]])),
                                    "parameter 'inner.weight' past"),
-    "made of a weight before": (lambda: Model(cached_product, keep(product=lambda m: None)), "'product'.* Make it in forward"),
+    "made of a weight before": (lambda: Model(cached_product, keep(product=lambda m: None)), "'product'.* make it anew in each forward"),
     "made of a weight in a closure": (lambda: Model(lambda m, y: y @ m.read(), keep(read=lambda m: made_of(m.inner.weight))),
                                       r"of shape \(6, 6\) that is made of parameters"),
     "tensor of a list changed": (lambda: Model(lambda m, y: y + m.held[0].add_(1), keep(held=lambda m: [torch.zeros(6)])),
