@@ -18,7 +18,7 @@ def property_test() -> SimpleNamespace:
     def test(number):
         drawn.append(number)
 
-    return SimpleNamespace(obj=test, drawn=drawn)
+    return SimpleNamespace(obj=test, drawn=drawn, add_marker=lambda mark: None)
 
 
 def test_examples_are_the_same_in_every_run_and_new_ones_where_one_explores(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ A snapshot records what each place holds, by a readable path, and can restore it
 from __future__ import annotations
 
 import contextlib
+import dis
 import enum
 import functools
 import inspect
@@ -540,7 +541,7 @@ class Functions:
                 functools.partial(_contents, cell),
                 functools.partial(setattr, cell, "cell_contents"),
             )
-        for name in names_of(function.__code__):
+        for name in globals_of(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 if isinstance(value, types.ModuleType) and not _of_library(value):
@@ -622,6 +623,23 @@ def names_of(code: types.CodeType) -> list[str]:
         if isinstance(constant, types.CodeType):
             found |= dict.fromkeys(names_of(constant))
     return list(found)
+
+
+def globals_of(code: types.CodeType) -> list[str]:
+    """The names of the global variables that a code object reads, sets or deletes, functions
+    defined inside it included. Each once. An attribute of the same name as a variable is none.
+    """
+    found = dict.fromkeys(
+        step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL
+    )
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= dict.fromkeys(globals_of(constant))
+    return list(found)
+
+
+_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
+"""The instructions that name a global variable."""
 
 
 def _of_library(value: Any, but: str = "") -> bool:

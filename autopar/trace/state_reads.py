@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import types
@@ -61,11 +62,7 @@ def _tree_of(code: types.CodeType) -> _Function | None:
     """The syntax tree of a function, parsed from its source file. None if there is no source, or
     the function is not found in it.
     """
-    lines = linecache.getlines(code.co_filename)
-    try:
-        tree = ast.parse("".join(lines)) if lines else None
-    except SyntaxError:
-        return None
+    tree = _parsed("".join(linecache.getlines(code.co_filename)))
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
             starts = node.lineno, *(decorator.lineno for decorator in node.decorator_list)
@@ -78,6 +75,15 @@ def _tree_of(code: types.CodeType) -> _Function | None:
         ):
             return node
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(source: str) -> ast.Module | None:
+    """The syntax tree of a file's text, which is kept; None if it is not Python."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
 
 
 def _first_read(tree: _Function, names: set[str]) -> ast.expr | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.planning.notes import notes
+from autopar.trace.python_state import Functions
 
 STEPS = 0
 STATE = {"calls": 0}
@@ -434,3 +435,31 @@ def test_the_advice_is_exact(pool2):
     ]
     for found in pool2.run(errors, Drawn, ["dp=2", "tp=2", "two micro-batches"], data):
         assert max(found) <= 1, found
+
+
+# ------------------------------------------------------------------------------------------------ what forward can reach
+
+
+def called() -> int:
+    return STEPS
+
+
+def runs() -> int:
+    """Not called by any model: only an attribute has its name."""
+    return called()
+
+
+class HasRuns(nn.Module):
+    """An attribute with the name of a function of this file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((value + called() for value in [x] * self.runs), x)
+
+
+def test_an_attribute_does_not_reach_a_global_variable_of_its_name():
+    found = {function.__name__ for function in Functions.of(HasRuns(), None).codes}
+    assert found == {"__init__", "forward", "called"}
