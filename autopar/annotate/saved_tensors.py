@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import is_attention
+from autopar.errors import AutoparError, one_line
+from autopar.ir.calls import is_attention, op_name
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.random import drops
 from autopar.ops.values import is_getitem, operand_names, ops, result_names
@@ -88,7 +89,13 @@ def _called(node: Node, env: dict[Node, Any]) -> tuple[Any, list[torch.Tensor]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = node.target(*args, **kwargs)
+        try:
+            result = node.target(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:  # also ops without a kernel on the meta device
+            raise AutoparError(
+                f"{op_name(node)} fails for a batch of {PROBE_ROWS} rows, for which autopar tries each op: {one_line(error)}. If forward "
+                "takes a fixed number of rows (x[:5]), x[torch.arange(5) % x.shape[0]] takes them of any batch"
+            ) from error
     return _like_queries(result, args[0]) if _fused_attention(node) else result, packed
 
 

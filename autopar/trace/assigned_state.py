@@ -147,7 +147,7 @@ class AssignedState(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (_READ_GRAD, _SET_GRAD) and (name := self._name(args[0])):
+        if func in (_READ_GRAD, _SET_GRAD) and self._trains(name := self._name(args[0])):
             raise AutoparError(
                 f"forward reads or sets the gradient of {name!r}{line_now()}, which only backward computes. Under a plan, a rank may hold "
                 "a part alone. Work on gradients by hooks, or in the optimizer"
@@ -239,6 +239,9 @@ class AssignedState(TorchFunctionMode):
             return name
         return next((name for name, e in self._entries.items() if registered_now(e) is tensor), "")
 
+    def _trains(self, name: str) -> bool:
+        return name in self._entries and self._entries[name].trained
+
     def _unchanged_name(self, tensor: Tensor) -> str:
         """The name of a registered tensor that forward has not changed so far; else ''."""
         name = self._names.get(id(tensor), "")
@@ -271,6 +274,8 @@ class AssignedState(TorchFunctionMode):
         if not name or tensor.requires_grad == wanted == (id(tensor) not in self._frozen):
             return False
         if not tensor.requires_grad:
+            if wanted and self._entries[name].kind == "_buffers":
+                return True  # no optimizer has it, so that nothing follows
             if wanted:
                 raise AutoparError(requires_text(repr(name), "makes", line_now()))
             return False

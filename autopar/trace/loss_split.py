@@ -75,7 +75,7 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
     if carried := _carried(captured, loss):
         return made(
             "",
-            f"forward changes buffer {carried!r} and computes the loss with it, once a micro-batch",
+            f"forward changes {_kind(captured, carried)} {carried!r} and computes the loss with it, once a micro-batch",
         ), None
     power = 1 if fact.kind == SAME else fact.power
     edits = _Edits(captured, found, analysis.needed)
@@ -514,6 +514,10 @@ def _carried(captured: Captured, loss: Node) -> str:
         return name in read or (value in found and _depends_on_rows(captured, value))
 
     return next(filter(is_read, captured.updates), "")
+
+
+def _kind(captured: Captured, name: str) -> str:
+    return "buffer" if captured.parameters[name].buffer else "parameter"
 
 
 def _copied(node: Node) -> Node:

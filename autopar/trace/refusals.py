@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.trace.captured import Captured
 from autopar.trace.copying import held
 from autopar.trace.distributed_calls import OPS
+from autopar.trace.edit import is_op
 from autopar.trace.user_lines import line_of_error, line_of_node
 
 _BATCH_IS_A_NUMBER = "your code specialized it to be a constant"
@@ -181,6 +182,11 @@ def check_values(captured: Captured) -> None:
             raise AutoparError(
                 f"forward calls torch.distributed by {node.target}{line_of_node(node)}: it sees one process, which has the whole batch; "
                 "call the functions of torch.distributed as such, or leave them out"
+            )
+        if is_op(node, "as_strided_scatter"):
+            raise AutoparError(
+                f"forward writes through as_strided{line_of_node(node)}, whose gradient is wrong once PyTorch captures it: write by slices,"
+                " diagonal() or indices"
             )
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise AutoparError(

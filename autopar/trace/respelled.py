@@ -102,6 +102,34 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+def _fill_diagonal(tensor: Tensor, value: Any, wrap: bool = False) -> Tensor:
+    """Tensor.fill_diagonal_ by indices, since torch.export makes it an op whose gradient is wrong in
+    torch 2.13. With `wrap`, the diagonal of a tall matrix begins again below each square.
+    """
+    if tensor.dim() == 2 and wrap:
+        rows, columns = tensor.shape
+        flat = torch.arange(0, rows * columns, columns + 1, device=tensor.device)
+        places = flat // columns, flat % columns
+    else:
+        along = torch.arange(min(tensor.shape), device=tensor.device)
+        places = (along,) * tensor.dim()
+    tensor[places] = value
+    return tensor
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """torch.bincount of values below `minlength`, as a sum of one-hot rows. None if torch's own
+    function must be used: without `minlength` the length depends on the values.
+    """
+    if not isinstance(minlength, int) or minlength < 1:
+        return None
+    rows = F.one_hot(input, minlength)
+    if weights is None:
+        return rows.sum(0)
+    weights = weights.detach() if weights.is_floating_point() else weights.double()
+    return (rows.to(weights.dtype) * weights.unsqueeze(1)).sum(0)
+
+
 def _zero(dtype: torch.dtype) -> complex:
     """0 as the Python number that a tensor of this dtype would be read as."""
     if dtype == torch.bool:
@@ -155,6 +183,9 @@ RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
     torch.take_along_dim: _take_along_dim,
     Tensor.take_along_dim: _take_along_dim,
     torch.linspace: _linspace,
+    Tensor.fill_diagonal_: _fill_diagonal,
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.embedding: _with_limit(F.embedding),
     F.embedding_bag: _with_limit(F.embedding_bag),

@@ -55,6 +55,16 @@ def without_gradient(m, x, y):
     return y - m.center
 
 
+def no_gradient_of_a_buffer(m, x, y):
+    m.center.grad = None
+    return y - m.center
+
+
+def a_buffer_that_requires_a_gradient(m, x, y):
+    m.center.requires_grad_(True)
+    return y - m.center
+
+
 def never_read(m, x, y):
     m.center = m.center * 0.9 + y.mean(0)
     return y
@@ -387,6 +397,7 @@ EXACT = (
     teacher_after, teacher_loaded, teacher_parameter, teacher_vector, teacher_normalized, teacher_that_requires_a_gradient,
     frozen_for_a_while, spectral, batch_norm_assigned, a_flag, a_buffer_object, in_a_dictionary, parametrized, codes,
     codes_that_require_a_gradient, by_state_dict, in_a_hook, old_one_kept, assigned_twice, by_out, in_inference_mode,
+    no_gradient_of_a_buffer, a_buffer_that_requires_a_gradient,
 )  # fmt: skip
 APART = ("swapped", "shifted", "teacher_of_lists", "teacher_vector")
 """Changes that tie several segments together, which a pipeline would separate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import trace
+from autopar.errors import AutoparError
 
 ROWS, SEQ, WIDTH = 4, 6, 6
 PLACES = torch.tensor([0, 3])
@@ -124,3 +126,46 @@ def test_micro_batches_are_exact(name, base, micro_batch, seed):
 def test_what_is_written_from_row_to_row_is_refused(name):
     split = trace(model_of("itself", ACROSS[name]), batch_of(0)).split
     assert "combine" in split.reason and not split.joins
+
+
+SHAPES = {"square": (6, 6), "wide": (6, 9), "tall": (9, 4)}
+
+
+class OfWeights(nn.Module):
+    """A layer that computes with a changed copy of its weights."""
+
+    def __init__(self, shape: tuple[int, int], write) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(shape[1], shape[0]), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.clone()
+        self.write(weight)
+        return F.linear(x[..., : weight.shape[1]], weight).square().mean()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_diagonals_are_filled_as_in_eager_pytorch(shape, wrap):
+    torch.manual_seed(0)
+    model = OfWeights(SHAPES[shape], lambda weight: weight.fill_diagonal_(0.5, wrap)).double()
+    batch = {"x": torch.randn(ROWS, 9, dtype=torch.float64)}
+    before = {k: v.detach().clone() for k, v in model.named_parameters()}
+    engine = autopar.parallelize(
+        model, "cpu:1", batch, lambda params: torch.optim.SGD(params, 0.1),
+        pin={"micro_batch": 2}, precision="fp64",
+    )  # fmt: skip
+    loss = model(**batch)
+    assert engine.step(batch).item() == pytest.approx(loss.item(), rel=1e-12)
+    loss.backward()
+    for name, value in engine.full_state_dict().items():
+        gradient = dict(model.named_parameters())[name].grad
+        wanted = before[name] - 0.1 * (0 if gradient is None else gradient)
+        assert torch.allclose(value, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_writes_through_as_strided_are_refused_by_line():
+    model = OfWeights((6, 6), lambda weight: weight.as_strided((6,), (7,)).fill_(0.5))
+    batch = {"x": torch.randn(ROWS, 9)}
+    with pytest.raises(AutoparError, match=r"writes through as_strided.*test_writes.py"):
+        trace(model, batch)
