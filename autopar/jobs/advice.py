@@ -5,14 +5,14 @@ fit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from autopar.errors import AutoparError
 from autopar.ir.deadline import Deadline
-from autopar.jobs.applied import applied
 from autopar.jobs.pricing import Setting
-from autopar.jobs.wording import Difference, differences
+from autopar.jobs.wording import Difference
+from autopar.jobs.written import Written, written
 from autopar.targets.job import Layout
 
 MOST_CHANGES = 12
@@ -47,68 +47,18 @@ def fitting_changes(setting: Setting, memory_bytes: int, deadline: Deadline) -> 
         if deadline.clock() >= end_s:
             break
         try:
-            plan = setting.with_host(setting.plan_of(layout))
+            plan = told.plan
         except AutoparError:
             continue
         peak = max(plan.predicted.peak_memory_bytes)
         if peak <= memory_bytes:
-            found.append(Change(told, layout, plan.predicted.step_time_s, peak))
+            found.append(Change(told.differences, layout, plan.predicted.step_time_s, peak))
     return tuple(sorted(found, key=lambda change: change.step_time_s))
 
 
-def written(setting: Setting, layout: Layout) -> tuple[Difference, ...]:
-    """The differences that say a layout in the file of a setting's job, and with which it starts. ()
-    if the file cannot say it, or if the framework refuses it there.
-    """
-    job, target = setting.job, setting.target
-    then = replace(job, layout=layout)
-    for explicit in (False, True):
-        told = differences(target, job, then, explicit)
-        if told and starts(setting, layout, told):
-            return told
-    return ()
-
-
-def starts(setting: Setting, layout: Layout, told: tuple[Difference, ...]) -> bool:
-    """Whether a layout starts if these differences are written into the job's file: the file is read
-    again, says the layout, and is not refused. A job without a file only is not refused.
-    """
-    job, target, gpus = setting.job, setting.target, setting.gpus
-    if job.file is None:
-        return not target.refusals(replace(job, layout=layout, flags={}), gpus)
-    try:
-        again = job.file.read(applied(job.file, told))
-    except AutoparError:
-        return False
-    if any(": " in difference.option for difference in told) or again.unknown:
-        again = again.with_batches(layout.micro_batch, layout.batch_on(gpus))
-    known = replace(again, shape=job.shape, seq=job.seq, gpus=gpus)
-    if target.stages and known.layout.pp > 1 and job.shape.layers:
-        vpp, stages = target.stages(known)
-        known = replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
-    return not target.refusals(known, gpus) and not unlike(known.layout, layout, gpus)
-
-
-_FREE = ("dp", "global_batch", "accumulation", "etp", "group", "recompute_layers")
-"""Fields of layouts that say the same in other words."""
-
-
-def unlike(one: Layout, other: Layout, gpus: int) -> list[str]:
-    """The fields in which two layouts differ on `gpus` devices, in what they do."""
-    alone = one.dp_on(gpus) * one.cp == other.dp_on(gpus) * other.cp == 1
-    free = (*_FREE, *(("zero", "copies") if alone else ()))
-    names = [f.name for f in fields(Layout) if f.name not in free]
-    found = [name for name in names if getattr(one, name) != getattr(other, name)]
-    if "stages" in found and {one.stages, other.stages} & {()} and len(set(one.stages or other.stages)) == 1:  # fmt: skip
-        found.remove("stages")
-    numbers = {"dp": Layout.dp_on, "batch": Layout.batch_on, "micro_batches": Layout.micro_batches_on}  # fmt: skip
-    return found + [n for n, of in numbers.items() if of(one, gpus) != of(other, gpus)]
-
-
-def _legal_changes(setting: Setting) -> Iterator[tuple[Layout, tuple[Difference, ...]]]:
-    """Each single change that the framework can run, with the options that it sets otherwise."""
-    job = setting.job
-    for layout in _single_changes(job.layout, setting):
+def _legal_changes(setting: Setting) -> Iterator[tuple[Layout, Written]]:
+    """Each single change that the framework can run, in the file of the job."""
+    for layout in _single_changes(setting.job.layout, setting):
         if told := written(setting, layout):
             yield layout, told
 

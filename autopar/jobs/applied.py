@@ -8,32 +8,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.jobs.applied_python import in_python
+from autopar.jobs.values import typed
 from autopar.jobs.wording import POLICY, Difference, is_script
 from autopar.targets.job import JobFile
 
-_VALUE = r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'\\)]+)"
+_VALUE = r"(\"[^\"\n]*\"|'[^'\n]*'|(?!--)[^\s\"'\\)]+)"
 """A value of an option in a script."""
 
 
-def applied(file: JobFile, differences: Sequence[Difference]) -> str:
-    """The text of a file with other options. Raises AutoparError if an option has no place there.
-    Options of other files are left out.
+def applied(file: JobFile, differences: Sequence[Difference]) -> tuple[str, dict[str, str]]:
+    """(The text of a file with other options, the texts of other files that change, by name). Raises
+    AutoparError if an option has no place there. Options of the training script are left out.
     """
-    differences = [d for d in differences if ": " not in d.option]
-    suffix = file.name.rsplit(".", 1)[-1].lower()
-    if is_script(file):
-        text = file.text
-        for difference in differences:
-            text = _in_script(text, difference)
-        return text
-    if suffix == "py":
-        return _in_python(file.text, differences)
-    if suffix == "toml":
-        text = file.text
-        for difference in differences:
-            text = _in_toml(text, difference)
-        return text
-    return _in_mapping(file, differences)
+    own = [difference for difference in differences if not difference.file]
+    texts = dict[str, str]()
+    for part in file.parts:
+        if inside := [d for d in differences if d.file == part.name]:
+            texts[part.name] = _in_mapping(part.text, part.name, inside)
+    return _changed(file, own) if own else file.text, texts
+
+
+def _changed(file: JobFile, differences: Sequence[Difference]) -> str:
+    suffix, text = file.name.rsplit(".", 1)[-1].lower(), file.text
+    if suffix == "py" and not is_script(file):
+        return in_python(text, differences, file.function)
+    if not is_script(file) and suffix != "toml":
+        return _in_mapping(text, file.name, differences)
+    one = _in_script if is_script(file) else _in_toml
+    for difference in differences:
+        text = one(text, difference)
+    return text
 
 
 def _in_script(text: str, difference: Difference) -> str:
@@ -113,67 +118,6 @@ def _override(text: str, option: str, then: str) -> str:
     return f"{text[: first.start()]}{option}={_quoted(then)} {text[first.start() :]}"
 
 
-def _in_python(text: str, differences: Sequence[Difference]) -> str:
-    """The text of a recipe with assignments before its last `return`."""
-    left: list[Difference] = []
-    for difference in differences:
-        if changed := _keyword(text, difference):
-            text = changed
-        else:
-            left.append(difference)
-    returns = list(re.finditer(r"^([ \t]+)return (\w+)[ \t]*$", text, re.MULTILINE))
-    if not left:
-        return text
-    if not returns:
-        raise AutoparError("no function of the file returns a name that could be changed")
-    for match in reversed(returns):
-        lines = [f"{match[1]}{match[2]}.{d.option} = {_python(d.then)}\n" for d in left]
-        text = text[: match.start()] + "".join(lines) + text[match.start() :]
-    return text
-
-
-def _keyword(text: str, difference: Difference) -> str:
-    """The text with another keyword argument of a call, as `Call.name` says it; '' if it has no such
-    call.
-    """
-    call, _, name = difference.option.rpartition(".")
-    call = call.rpartition(".")[2]
-    start = (
-        re.search(rf"\b{re.escape(call)}\(", text) if call[:1].isupper() or difference.now else None
-    )
-    if start is None or not call:
-        return ""
-    rest = text[start.end() :]
-    own = re.search(rf"(?<![\w.]){re.escape(name)}\s*=\s*[^,)\n]+", rest)
-    if own and difference.then:
-        rest = rest[: own.start()] + f"{name}={_python(difference.then)}" + rest[own.end() :]
-    elif difference.then:
-        rest = f"{name}={_python(difference.then)}, {rest}"
-    else:
-        return ""
-    return text[: start.end()] + rest
-
-
-def _python(then: str) -> str:
-    return "None" if not then else repr(_typed(then))
-
-
-def _typed(text: str) -> Any:
-    """A text as the number, truth value or list that it says."""
-    if text in ("on", "true", "True"):
-        return True
-    if text in ("false", "False"):
-        return False
-    if text.startswith("[["):
-        return json.loads(text)
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def _in_toml(text: str, difference: Difference) -> str:
     section, _, key = difference.option.rpartition(".")
     head = re.search(rf"^\[{re.escape(section)}\][ \t]*(#[^\n]*)?\n", text, re.MULTILINE)
@@ -184,19 +128,19 @@ def _in_toml(text: str, difference: Difference) -> str:
     body = line.sub("", text[start:end])
     then = difference.then
     if then:
-        value = _typed(then)
+        value = typed(then)
         shown = str(value).lower() if isinstance(value, bool) else json.dumps(value)
         body = f"{key} = {shown}\n" + body
     before = text[:start] + ("" if head else f"\n[{section}]\n")
     return before + body + text[end:]
 
 
-def _in_mapping(file: JobFile, differences: Sequence[Difference]) -> str:
+def _in_mapping(text: str, name: str, differences: Sequence[Difference]) -> str:
     import yaml
 
     from autopar.targets.arguments import read_mapping
 
-    data: dict[str, Any] = dict(read_mapping(file.text, file.name))
+    data: dict[str, Any] = dict(read_mapping(text, name))
     for difference in differences:
         *blocks, key = difference.option.split(".")
         place = data
@@ -205,9 +149,9 @@ def _in_mapping(file: JobFile, differences: Sequence[Difference]) -> str:
                 place[block] = {}
             place = place[block]
         if difference.then:
-            place[key] = _typed(difference.then)
+            place[key] = typed(difference.then)
         else:
             place.pop(key, None)
-    if file.name.lower().endswith(".json"):
+    if name.lower().endswith(".json"):
         return json.dumps(data, indent=2) + "\n"
     return yaml.safe_dump(data, sort_keys=False)

@@ -10,16 +10,17 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
-from autopar.jobs.advice import Change, fitting_changes, unlike, written
+from autopar.jobs.advice import Change, fitting_changes
 from autopar.jobs.pricing import Setting, setting_of
+from autopar.jobs.searching import best_within
 from autopar.jobs.verdicts import held_refusals, no_price, withheld
 from autopar.jobs.wording import Difference
-from autopar.planning.searches import Searches
+from autopar.jobs.written import like, unlike, written
 from autopar.predict.chances import fit_chance
 from autopar.predict.run import RunPrediction
 from autopar.request.arguments import parsed_cluster
 from autopar.targets.from_plan import layers_of, layout_of
-from autopar.targets.job import Finding, Job, Layout
+from autopar.targets.job import Finding, Job
 from autopar.targets.registry import target_of
 from autopar.targets.target import Target
 from autopar.text.plan_words import short_words
@@ -200,33 +201,46 @@ def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
     the job's file, and single changes if the job does not fit. If no plan is faster, the best one is
     the job's own layout.
     """
-    target, job, own = setting.target, setting.job, answer.plan
+    job, own = setting.job, answer.plan
+    memory_bytes = answer.cluster.device.memory_bytes
     if own is not None and not answer.fits:
-        changes = fitting_changes(setting, answer.cluster.device.memory_bytes, deadline)
+        changes = fitting_changes(setting, memory_bytes, deadline)
         answer = replace(answer, changes=changes)
+    if answer.runs:
+        answer = replace(answer, best=own)
     try:
-        best = setting.with_host(
-            setting.best(target.restriction(job.shape, setting.seq), Searches(deadline).next_s())
-        )
+        best, bound_s = best_within(setting, deadline)
     except AutoparError as error:
-        answer = replace(answer, why_no_best=str(error))
-        return replace(answer, best=own) if answer.runs else answer
-    bound_s = best.certificate.bound_s
-    if own and answer.runs and own.predicted.step_time_s <= best.predicted.step_time_s:
-        return replace(answer, best=own, bound_s=bound_s)
-    layout = _like(layout_of(best), job.layout)
-    if told := written(setting, layout):
-        return replace(answer, best=best, bound_s=bound_s, differences=told)
-    if unlike(layout, job.layout, setting.gpus):
-        words = f"{short_words(best)}, {ms(best.predicted.step_time_s)}"
-        why = f"{words}, has no words in this file"
-    else:
-        why = "the best layout found is that of the job"
-    answer = replace(answer, why_no_best=why)
-    return replace(answer, best=own) if answer.runs else answer
+        return replace(answer, why_no_best=str(error))
+    layout = like(layout_of(best), job.layout)
+    alike = not unlike(layout, job.layout, setting.gpus)
+    if answer.runs and (alike or _as_fast(own, best)):
+        return replace(answer, bound_s=bound_s)
+    try:
+        told = written(setting, layout)
+        if told is None:
+            return replace(answer, why_no_best=_no_words(job, best, alike))
+        best = replace(best, predicted=told.plan.predicted)
+    except AutoparError as error:
+        return replace(answer, why_no_best=str(error))
+    if max(best.predicted.peak_memory_bytes) > memory_bytes:
+        why = f"{short_words(best)}, {ms(best.predicted.step_time_s)}, does not fit as this file runs it"  # fmt: skip
+        return replace(answer, why_no_best=why)
+    if answer.runs and _as_fast(own, best):
+        return replace(answer, bound_s=bound_s)
+    return replace(answer, best=best, bound_s=bound_s, differences=told.differences)
 
 
-def _like(layout: Layout, by: Layout) -> Layout:
-    """A layout of a plan, written as a job writes its own: what the devices leave stays open."""
-    etp = None if by.etp is None else layout.tp
-    return replace(layout, etp=etp, group=0, dp=None if by.dp is None else layout.dp)
+def _as_fast(own: Plan | None, best: Plan) -> bool:
+    """Whether a job's own plan takes no longer than another one."""
+    return own is not None and own.predicted.step_time_s <= best.predicted.step_time_s
+
+
+def _no_words(job: Job, best: Plan, alike: bool) -> str:
+    """Why a plan does not start in the file of a job. `alike`: it has the layout of the job."""
+    for finding in job.findings:
+        if finding.kind == "refused":
+            return f"the file is refused with any layout: {finding.what}"
+    if alike:
+        return "the best layout found is that of the job"
+    return f"{short_words(best)}, {ms(best.predicted.step_time_s)}, has no words in this file"

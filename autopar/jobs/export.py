@@ -7,12 +7,13 @@ from dataclasses import replace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.jobs.losses import lost
 from autopar.jobs.verdicts import open_words
 from autopar.targets.from_plan import job_of_plan
 from autopar.targets.job import Exported, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import even_stages
 from autopar.targets.registry import target_of
-from autopar.targets.target import Source, Target
+from autopar.targets.target import Target
 from autopar.text.plan_words import named_cluster
 
 
@@ -99,46 +100,20 @@ def convert(job: Job, target: str) -> Exported:
     gpus = job.gpus or layout.least_gpus
     if job.gpus is None:
         losses.append(f"the number of devices: written for {gpus}, the fewest of this layout")
-    layout = replace(layout, dp=layout.dp_on(gpus))
+    batch = layout.batch_on(gpus)
+    layout = replace(layout, dp=layout.dp_on(gpus), global_batch=batch, accumulation=1)
     moved = replace(job, framework=found.name, layout=layout, flags={}, gpus=gpus, file=None)
     written = _written(found, moved)
     losses += [f"{name}: not translated" for name in (*job.unmodelled, *job.unpriced)]
-    losses += _lost(found, moved, written)
     return replace(written, losses=(*losses, *written.losses))
 
 
 def _written(target: Target, job: Job) -> Exported:
-    """The text of a job. Raises AutoparError if the target cannot say it, or refuses it."""
+    """The text of a job, with all that it does not say. Raises AutoparError if the target cannot say
+    it, or refuses it.
+    """
     gpus = job.gpus or job.layout.least_gpus
     if refused := [f for f in target.refusals(job, gpus) if f.kind == "refused"]:
         raise AutoparError(f"{target.title} refuses this job: {refused[0]}")
     written = target.write(job)
-    again = _read(target, written)
-    if again is None or again.unknown:
-        return written
-    known = replace(again, shape=job.shape, seq=again.seq or job.seq, gpus=gpus)
-    if refused := [f for f in target.refusals(known, gpus) if f.kind == "refused"]:
-        raise AutoparError(f"{target.title} refuses what would be written: {refused[0]}")
-    return written
-
-
-def _read(target: Target, written: Exported) -> Job | None:
-    """The job that a text says; None if it is not read."""
-    try:
-        return target.read(Source(written.text, written.name))
-    except AutoparError:
-        return None
-
-
-_FACTS = {"fp8": "fp8 products", "compile": "torch.compile", "optimizer": "the optimizer", "grads": "the dtype of gradients"}  # fmt: skip
-"""What of precision and software a text may leave out, in words."""
-
-
-def _lost(target: Target, job: Job, written: Exported) -> list[str]:
-    """What of a job's precision and software its text does not say."""
-    again = _read(target, written)
-    if again is None:
-        return []
-    said = " ".join(written.losses)
-    names = [n for n in _FACTS if getattr(job.facts, n) and getattr(again.facts, n) != getattr(job.facts, n)]  # fmt: skip
-    return [f"{_FACTS[n]}: {getattr(job.facts, n)}" for n in names if n not in said]
+    return replace(written, losses=(*written.losses, *lost(target, job, written)))

@@ -61,6 +61,11 @@ class Setting:
         """Tokens of a sequence."""
         return self.job.seq or 0
 
+    @property
+    def held(self) -> dict[str, Any]:
+        """The pins that the file of the job cannot change."""
+        return dict(self.target.held(self.job)) if self.target.held else {}
+
     @cached_property
     def traced(self) -> TracedModel:
         """The captured model."""
@@ -85,6 +90,19 @@ class Setting:
             if facts.precision == "bf16"
             else replace(found, state_recipe=None, matmul_dtype=None)
         )
+
+    def of(self, job: Job) -> Setting:
+        """The setting of another job with the same model, which is not captured again."""
+        other = replace(self, job=job, _plans={})
+        if "traced" in vars(self):
+            vars(other)["traced"] = self.traced
+        return other
+
+    def running(self, software: Software) -> Setting:
+        """The setting of the same job with other software."""
+        other = self.of(self.job)
+        vars(other)["software"] = software
+        return other
 
     def _startable(self) -> Run:
         """The job as a run; with its devices data-parallel if no framework can start its layout."""
@@ -135,12 +153,13 @@ class Setting:
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
         """The simplest plan within a restriction that takes little more than the fastest, and leaves
-        memory free, as `api.plan` by default. Raises NoPlanFits if there is none.
+        memory free, as `api.plan` by default, with the software of this job. Raises NoPlanFits if
+        there is none.
         """
         batch = self.job.layout.batch_on(self.gpus)
-        held = self.target.held(self.job) if self.target.held else {}
-        pins = Pins.of(dict(held))
-        request = self._request(pins, batch, self.cluster.kept_free()).within(restriction)
+        request = self._request(Pins.of(self.held), batch, self.cluster.kept_free()).within(
+            restriction
+        )
         return api.plan_traced(self.traced, replace(request, tolerance=TOLERANCE), time_limit_s)
 
     def _request(self, pin: Pins, batch: int, cluster: ClusterSpec) -> PlanRequest:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from autopar.targets.arguments import is_false, is_none, is_true
+from autopar.targets.expansion import is_known, shown_value
 from autopar.targets.job import Job, JobFile, Layout
 from autopar.targets.target import NotExpressible, Target
 from autopar.targets.torchtitan_options import MODE
+from autopar.targets.torchtitan_words import POLICY_CLASSES
+from autopar.targets.trainer_words import SCRIPT
 
 ENVIRONMENT = "env_"
 """What stands before the name of an environment variable among the options of a job."""
@@ -36,22 +39,33 @@ POLICY = "activation-checkpoint"
 """What torchtitan 0.3 computes again: a command, not an option."""
 
 
+SCRIPT_FILE = SCRIPT.removesuffix(": ")
+"""The file of options that stand in the training script."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An option of the framework that another layout sets otherwise; '' where it is left out, and
-    'on' for a switch.
+    """An option of the framework that another layout sets otherwise.
+
+    Attributes:
+        option: its name, as the file spells it.
+        now: its text; '' if it is not there, 'on' for a switch.
+        then: its text then; '' if it is to be left out.
+        file: the file in which it stands; '' for that of the job.
     """
 
     option: str
     now: str
     then: str
+    file: str = ""
 
     def __str__(self) -> str:
+        place = f"in {self.file}: " if self.file else ""
         if not self.now:
-            return f"add {self.option}{'' if self.then == 'on' else ' ' + self.then}"
+            return f"{place}add {self.option}{'' if self.then == 'on' else ' ' + self.then}"
         if not self.then:
-            return f"drop {self.option}"
-        return f"{self.option} {self.now} -> {self.then}"
+            return f"{place}drop {self.option}"
+        return f"{place}{self.option} {self.now} -> {self.then}"
 
 
 def is_script(file: JobFile) -> bool:
@@ -66,9 +80,20 @@ class _Speller:
     target: Target
     job: Job
 
+    def difference(self, name: str, now: str, then: str) -> Difference:
+        """An option that changes, with the file in which it stands."""
+        if name.startswith(SCRIPT):
+            return Difference(name.removeprefix(SCRIPT), now, then, SCRIPT_FILE)
+        option = self.option(name)
+        file = self.job.file
+        for part in file.parts if file is not None else ():
+            if option.startswith(f"{part.under}."):
+                return Difference(option.removeprefix(f"{part.under}."), now, then, part.name)
+        return Difference(option, now, then)
+
     def path(self, name: str) -> str:
         """The path of an option in the file; '' if it is not there."""
-        if self.job.file is None or ": " in name:
+        if self.job.file is None or name.startswith(SCRIPT):
             return ""
         key = name.replace("-", "_")
         options = self.job.file.options
@@ -88,23 +113,29 @@ class _Speller:
             return "" if text is None else text or "on"
         if name == POLICY:
             return self.job.flags.get(MODE, "")
+        if name == "activation_checkpoint":  # a class of a registry in Python
+            return POLICY_CLASSES.get(self.job.flags.get(MODE, "selective"), "")
         path = self.path(name)
         if not path:
             return ""
         text = file.options[path]
+        if not is_known(text):  # a sum, or a name
+            text = self.job.flags.get(name, shown_value(text))
         plain = is_script(file) and text == "true" and not re.search(rf"{_dashed(path)}[ =]+true", file.text)  # fmt: skip
         return "on" if plain else text
 
     def option(self, name: str) -> str:
         """An option as the file spells it, or as it would."""
         file = self.job.file
-        if ": " in name or name == POLICY:  # of another file, or a command of its own
+        if name == POLICY:  # a command of its own
             return name
         if name.startswith(ENVIRONMENT):
             return f"export {name.removeprefix(ENVIRONMENT)}"
         if file is None:
             return f"{self.target.dashes}{name}"
         path = self.path(name) or self._new(name)
+        if file.name.lower().endswith(".py") and _is_part(path, name):
+            return name
         return self._dashes(path) if is_script(file) and not self._is_override(path) else path
 
     def _is_override(self, path: str) -> bool:
@@ -143,6 +174,16 @@ class _Speller:
         return f"{block}.{key}" if block else key
 
 
+def _is_part(path: str, name: str) -> bool:
+    """Whether the path of an argument, as `ParallelismConfig.degree`, is of the part of a
+    configuration that a name has, as `parallelism.degree`.
+    """
+    part, kind = name.rpartition(".")[0], path.rpartition(".")[0]
+    if not part:
+        return kind == "Config"
+    return kind[:1].isupper() and kind.lower().startswith(part)
+
+
 def _dashed(path: str) -> str:
     """A pattern of an option's name with hyphens or underscores."""
     return re.sub(r"_|-", "[-_]", path.replace(".", r"\."))
@@ -157,9 +198,10 @@ def differences(
     """
     words = target.words or target.flags
     try:
-        before, after = words(now), words(replace(then, flags=now.flags, file=now.file))
+        after = words(replace(then, flags=now.flags, file=now.file))
     except NotExpressible:
         return ()
+    before = _said(words, now)
     speller = _Speller(target, now)
     changed = [
         f.name
@@ -167,6 +209,19 @@ def differences(
         if getattr(now.layout, f.name) != getattr(then.layout, f.name)
     ]
     return tuple(_told(speller, {} if explicit else before, after, set(changed)))
+
+
+def _said(words: Callable[[Job], Mapping[str, str]], job: Job) -> Mapping[str, str]:
+    """The options of a job by name; of what it computes again without, or none, if only its file
+    says its layout.
+    """
+    plain = replace(job, layout=replace(job.layout, recompute="none", recompute_layers=0))
+    for known in (job, plain):
+        try:
+            return words(known)
+        except NotExpressible:
+            continue
+    return {}
 
 
 def _told(
@@ -183,11 +238,11 @@ def _told(
             continue
         if wanted is None:
             if text and not (is_false(text) or is_none(text)):
-                yield Difference(speller.option(name), text, "")
+                yield speller.difference(name, text, "")
         elif not text or not _same(text, wanted):
             then = _written(speller, name, text, wanted)
             if then or text:
-                yield Difference(speller.option(name), text, then)
+                yield speller.difference(name, text, then)
 
 
 def _names(speller: _Speller, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,13 @@ from autopar.targets.target import (
     multiples_near,
     nodes_of,
 )
-from autopar.targets.trainer_words import is_trainer, trainer_held, trainer_words
+from autopar.targets.trainer_words import (
+    ASPECTS,
+    in_script,
+    is_trainer,
+    trainer_held,
+    trainer_words,
+)
 from autopar.targets.unknown import open_layout
 
 Z = "zero_optimization."
@@ -268,11 +274,15 @@ def words_of(job: Job) -> dict[str, str]:
     found, file = flags_of(job), job.flags
     if "tensor_parallel.tp_size" in file:
         found["tensor_parallel.tp_size"] = found.pop("tensor_parallel.autotp_size", "1")
-    batches = [name for name in (_BATCH, _MICRO, _STEPS) if name in file]
-    if batches:
-        missing = [name for name in (_BATCH, _MICRO, _STEPS) if name not in file]
-        found = {name: text for name, text in found.items() if name not in missing[-1:]}
-    return found
+    options = file if job.file is None else job.file.options
+    names = (_BATCH, _MICRO, _STEPS)
+    said = [name for name in names if options.get(name, "auto") != "auto"]
+    if len(said) < 2:  # the trainer says the others
+        left_out = [name for name in names if name not in said]
+        found |= in_script(job)
+    else:
+        left_out = [name for name in names if name not in said][-1:]
+    return {name: text for name, text in found.items() if name not in left_out}
 
 
 def held(job: Job) -> dict[str, Any]:
@@ -313,6 +323,7 @@ DEEPSPEED = Target(
     sharding="zero",
     sequence_parallel=False,
     words=words_of,
+    aspects=ASPECTS,
     held=held,
 )
 """DeepSpeed."""

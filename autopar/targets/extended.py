@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from autopar.errors import AutoparError
 from autopar.targets.arguments import read_mapping
 from autopar.targets.expansion import is_known
-from autopar.targets.job import Finding
+from autopar.targets.job import FilePart, Finding
 from autopar.targets.target import Source
 
 MOST_DEPTH = 8
@@ -39,6 +40,20 @@ def extended_file(
 ) -> Mapping[str, object] | None:
     """The mapping of another file over what it extends; None if it is not there."""
     return None if source.read_file(path) is None else _read(path, "", source, findings, 0)
+
+
+def winning_parts(source: Source) -> tuple[FilePart, ...]:
+    """The files of a YAML file's `defaults` that come behind `_self_`, and so count more than it."""
+    if not source.name.lower().endswith((".yaml", ".yml")) or "_self_" not in source.text:
+        return ()
+    try:
+        bases = list(_bases(read_mapping(source.text, source.name)))
+    except AutoparError:
+        return ()
+    behind = bases[bases.index(_OWN) + 1 :] if _OWN in bases else []
+    texts = [(base, source.read_file(base.name)) for base in behind]
+    parts = [(base, _package(base, "", source), text) for base, text in texts if text is not None]
+    return tuple(FilePart(under, base.name, text) for base, under, text in parts if under)
 
 
 def named_configurations(

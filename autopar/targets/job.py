@@ -235,20 +235,39 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePart:
+    """A file that the file of a job names, and whose values count more than those of that file.
+
+    Attributes:
+        under: the path of the key under which its values stand.
+        name: its path, from the folder of the job.
+        text: its text.
+    """
+
+    under: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobFile:
     """The file that a job was read from.
 
     Attributes:
         text: its text.
         name: its name.
-        read: reads a job from another text in its place.
-        options: all its options by path, with underscores for hyphens, as texts.
+        read: reads a job from another text in its place, with other texts of files by name.
+        options: all options by path, with underscores for hyphens, as texts.
+        function: the function of a Python file that it was read from; '' for the first that fits.
+        parts: files whose values count more.
     """
 
     text: str
     name: str
-    read: Callable[[str], Job]
+    read: Callable[[str, Mapping[str, str]], Job]
     options: Mapping[str, str]
+    function: str = ""
+    parts: tuple[FilePart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.targets.megatron_options import stages_for
 from autopar.targets.megatron_read import looks_like_megatron, read_megatron
 from autopar.targets.megatron_rules import refusals, restriction
-from autopar.targets.megatron_words import ASPECTS, held, words_of
+from autopar.targets.megatron_words import ASPECTS, held, within, words_of
 from autopar.targets.megatron_write import flags_of, write_megatron
 from autopar.targets.target import Target
 
@@ -27,5 +27,6 @@ MEGATRON = Target(
     words=words_of,
     aspects=ASPECTS,
     held=held,
+    within=within,
 )
 """Megatron-LM."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from autopar.ir.mesh import MeshShape
+from autopar.request.restriction import Cuts, Restriction
 from autopar.targets.job import Job
 from autopar.targets.megatron_write import flags_of
-from autopar.targets.target import Aspect, NotExpressible
+from autopar.targets.target import ONE_STAGE, Aspect, NotExpressible
 
 CONNECTIONS = "env_CUDA_DEVICE_MAX_CONNECTIONS"
 ASPECTS = (
@@ -104,3 +107,21 @@ def held(job: Job) -> dict[str, Any]:
     if "deepspeed" not in job.flags:
         return {}
     return {"zero": job.layout.zero, "offload": job.layout.offload} if job.layout.zero else {}
+
+
+def within(job: Job, restriction: Restriction) -> Restriction:
+    """What the fork of a job's file can run: stages of equally many layers, and under DeepSpeed no
+    stages in turns.
+    """
+    if not is_fork(job.flags):
+        return restriction
+
+    def sizes(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
+        stages = mesh.pp * stages_per_rank
+        layers = job.shape.layers
+        return (layers // stages,) * stages if layers % stages == 0 else ()
+
+    found = replace(restriction, cuts=Cuts("deals layers evenly", sizes))
+    if "deepspeed" not in job.flags:
+        return found
+    return replace(found, schedules=("1f1b",), only={**restriction.only, "vpp": ONE_STAGE})

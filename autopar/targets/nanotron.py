@@ -323,6 +323,19 @@ def flags_of(job: Job) -> dict[str, str]:
     return flat_texts(config_of(job))
 
 
+def words_of(job: Job) -> dict[str, str]:
+    """The configuration by path, in the words of its file: nanotron once had another option for what
+    is computed again. Raises NotExpressible as `config_of`.
+    """
+    found, earlier, mode = flags_of(job), f"{P}recompute_granularity", f"{P}tp_mode"
+    if job.layout.tp == 1 and mode in job.flags:  # which counts with tp alone
+        found[mode] = job.flags[mode]
+    if earlier in job.flags:
+        del found[f"{P}recompute_layer"]
+        found[earlier] = "FULL" if job.layout.recompute == "full" else "null"
+    return found
+
+
 def write(job: Job) -> Exported:
     """The blocks of a nanotron configuration that a layout fixes. Raises NotExpressible if nanotron
     cannot run the job.
@@ -358,5 +371,6 @@ NANOTRON = Target(
     sharding="zero",
     zero=(0, 1),
     stages=stages_for,
+    words=words_of,
 )
 """Hugging Face's nanotron."""

@@ -26,6 +26,7 @@ from autopar.targets.target import (
     even_heads,
     head_findings,
     multiples_near,
+    nodes_of,
 )
 from autopar.targets.unknown import unstated, with_others
 from autopar.targets.weights import NO_ATTENTION
@@ -309,7 +310,9 @@ def write(job: Job) -> Exported:
     """The options of a layout as YAML. Raises NotExpressible if GPT-NeoX cannot run the job."""
     import yaml
 
-    text = yaml.safe_dump(config_of(job), sort_keys=False)
+    per_node, nodes = nodes_of(job)
+    devices = {"num_gpus": per_node, "num_nodes": nodes}
+    text = yaml.safe_dump(config_of(job) | devices, sort_keys=False)
     losses = ["the model, the optimizer and the data: give them in a second file"]
     launch = "python ./deepy.py train.py layout.yml model.yml"
     return Exported("gpt-neox 2.0", text, launch, {}, tuple(losses), "layout.yml")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.request.restriction import Limit, Only, Restriction
@@ -252,6 +253,11 @@ def flags_of(job: Job) -> dict[str, str]:
     return {_name(job, what): text for what, text in found.items() if text is not None}
 
 
+def held(job: Job) -> dict[str, Any]:
+    """The pins that a job's file cannot change: ring attention packs samples, which has no price."""
+    return {"cp": job.layout.cp}
+
+
 def write(job: Job) -> Exported:
     """A launch script of OpenRLHF's supervised fine-tuning. Raises NotExpressible if it cannot run
     the job.
@@ -279,5 +285,6 @@ OPENRLHF = Target(
     dashes="--",
     sharding="zero",
     sequence_parallel=False,
+    held=held,
 )
 """OpenRLHF."""

@@ -79,6 +79,7 @@ class Target:
             None if those are `flags`.
         aspects: what options say of a layout, each option in one of them.
         held: the pins that a job's file cannot change.
+        within: what the release or the fork of a job's file can run of what the framework can.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Target:
     words: Callable[[Job], dict[str, str]] | None = None
     aspects: tuple[Aspect, ...] = ()
     held: Callable[[Job], Mapping[str, Any]] | None = None
+    within: Callable[[Job, Restriction], Restriction] | None = None
 
     def software_for(self, generation: str, **facts: Any) -> Software:
         """How the framework runs a plan, for devices of a generation such as 'hopper'. `facts` are

@@ -13,16 +13,22 @@ from autopar.targets.torchtitan_write import flags_of
 ASPECTS = (
     Aspect(("tp",), r"(parallelism|training)\.tensor_parallel_degree"),
     Aspect(("pp", "vpp", "stages", "schedule", "micro_batch"),
-           r"(parallelism|experimental)\.(pipeline_parallel_(?!.*csv)\w+|module_fqns_per_model_part)|training\.disable_cuda_graphs"),
+           r"(parallelism|experimental)\.(pipeline_parallel_(?!.*csv)\w+|num_pp_microbatches|module_fqns_per_model_part)|training\.disable_cuda_graphs"),
     Aspect(("cp",), r"(parallelism|experimental)\.context_parallel_degree"),
     Aspect(("ep", "etp"), r"parallelism\.expert_(tensor_)?parallel_degree|training\.disable_cuda_graphs"),
     Aspect(("sequence_parallel",), r"parallelism\.enable_sequence_parallel"),
     Aspect(("zero", "copies", "dp", "pp"), r"(parallelism|training)\.(data_parallel_\w+|fsdp_reshard_after_forward)"),
-    Aspect(("micro_batch", "global_batch", "accumulation", "pp", "dp"), r"training\.((local_|global_)?batch_size)"),
+    Aspect(("micro_batch", "global_batch", "accumulation", "pp", "dp"),
+           r"training\.((local_|global_)?batch_size|num_tokens_per_(microbatch_per_dp_rank|train_step))|parallelism\.num_pp_microbatches"),
     Aspect(("recompute", "recompute_layers"), r"activation_checkpoint(\.\w+)?"),
     Aspect(("offload",), r"training\.enable_cpu_offload"),
 )  # fmt: skip
 """What options say of a layout."""
+
+
+_TOKENS = "num_tokens_per_microbatch_per_dp_rank"
+POLICY_CLASSES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+"""What is computed again, in a registry in Python."""
 
 
 def words_of(job: Job) -> dict[str, str]:
@@ -32,17 +38,45 @@ def words_of(job: Job) -> dict[str, str]:
     found, file = flags_of(job), job.flags
     if job.layout.global_batch is None:  # the default follows from the other sizes
         found.pop(f"{T}global_batch_size")
+    own = job.file.options if job.file is not None else {}
+    if any(name.endswith(_TOKENS) for name in own):
+        found = _of_tokens(job, found)
     if not file or "module" in file:
         return found
+    parts = f"{P}module_fqns_per_model_part"
+    if parts in found:
+        found[parts] = json.dumps([part.split(",") for part in found[parts].split()])
+    if job.file is not None and job.file.name.endswith(".py"):
+        policy = found.pop("activation-checkpoint")
+        return found | {"activation_checkpoint": POLICY_CLASSES[policy]}
+    return _of_earlier(job, found)
+
+
+def _of_tokens(job: Job, found: dict[str, str]) -> dict[str, str]:
+    """The options of releases that count tokens in place of sequences. Raises NotExpressible if the
+    length of sequences is not known.
+    """
+    if not job.seq:
+        raise NotExpressible("micro-batches are counted in tokens: give --seq")
+    by, gpus = job.layout, job.gpus or 1
+    earlier = (f"{T}local_batch_size", f"{T}global_batch_size", f"{T}seq_len", f"{P}pipeline_parallel_microbatch_size")  # fmt: skip
+    found = {name: text for name, text in found.items() if name not in earlier}
+    found[f"{T}{_TOKENS}"] = str(by.micro_batch * job.seq)
+    if by.pp > 1:
+        found[f"{P}num_pp_microbatches"] = str(by.micro_batches_on(gpus))
+    if by.global_batch is not None:
+        found[f"{T}num_tokens_per_train_step"] = str(by.global_batch * job.seq)
+    return found
+
+
+def _of_earlier(job: Job, found: dict[str, str]) -> dict[str, str]:
+    """The options of releases before 0.3."""
     policy = found.pop("activation-checkpoint")
     found[MODE] = policy
     found |= {OPTION: "op"} if policy == "selective" else {}
     found.pop(f"{T}disable_cuda_graphs", None)
     if found.pop(f"{P}enable_sequence_parallel", "True") == "False":
         raise NotExpressible("torchtitan before 0.3 cannot say whole activations beside tp")
-    parts = f"{P}module_fqns_per_model_part"
-    if parts in found:
-        found[parts] = json.dumps([part.split(",") for part in found[parts].split()])
     own = job.file.options if job.file is not None else {}
     if job.layout.pp > 1 and any(name.startswith("experimental.") for name in own):
         raise NotExpressible("torchtitan of 2024 cuts a pipeline by names of layers alone")

@@ -17,9 +17,9 @@ _CP = ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_s
 
 ASPECTS = (
     Aspect(("micro_batch",), f"({SCRIPT})?({'|'.join(MICRO)}|train_micro_batch_size_per_gpu|gradient_accumulation_steps|train_batch_size)"),
-    Aspect(("global_batch", "accumulation", "dp"), f"({SCRIPT})?(gradient_accumulation_steps|train_batch_size)"),
+    Aspect(("global_batch", "accumulation", "dp", "tp", "cp"), f"({SCRIPT})?(gradient_accumulation_steps|train_batch_size)"),
     Aspect(("recompute",), "gradient_checkpointing|disable_gradient_checkpointing|fsdp_activation_checkpointing"),
-    Aspect(("tp",), "tensor_parallel_size|tensor_parallel\\.autotp_size"),
+    Aspect(("tp",), "tensor_parallel_size|tensor_parallel\\.(auto)?tp_size"),
     Aspect(("cp",), f"{'|'.join(_CP)}"),
     Aspect(("tp", "cp", "dp", "copies", "zero"), f"{'|'.join(_DP)}|parallelism_config_(tp|cp|dp_\\w+)_size"),
     Aspect(("zero",), "distributed_type|fsdp_(version|reshard_after_forward|auto_wrap_policy|sharding_strategy)|zero_stage|stage"),
@@ -93,15 +93,28 @@ def fsdp1_words(job: Job) -> dict[str, str]:
 def deepspeed_words(job: Job) -> dict[str, str]:
     """The options of Accelerate's DeepSpeed. Raises NotExpressible if it cannot say the layout."""
     by, of = job.layout, "deepspeed_config."
-    if by.tp * by.cp > 1 or by.recompute != "none":
+    if (by.tp, by.cp) != _degrees(job.flags) or by.recompute != "none":
         raise NotExpressible("the block deepspeed_config says neither tp and cp nor recomputation")
-    return {
+    kept = {
+        name: text for name, text in job.flags.items() if name.startswith("parallelism_config.")
+    }
+    return kept | {
         "distributed_type": "DEEPSPEED",
         f"{of}zero_stage": str(by.zero),
         f"{of}offload_optimizer_device": "none" if by.offload == "none" else "cpu",
         f"{of}offload_param_device": "cpu" if by.offload == "parameters" else "none",
         f"{of}gradient_accumulation_steps": str(by.micro_batches_on(job.gpus or 1)),
     }
+
+
+def _degrees(flags: Mapping[str, str]) -> tuple[int, int]:
+    """(tp, cp) that a file of Accelerate says in its own block."""
+    sizes = {
+        n: flags.get(f"parallelism_config.parallelism_config_{n}_size", "1")
+        for n in ("tp", "cp", "sp")
+    }
+    numbers = {name: int(text) if text.isdigit() else 1 for name, text in sizes.items()}
+    return numbers["tp"], numbers["cp"] * numbers["sp"]
 
 
 def kind_of(flags: Mapping[str, str]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.targets.adapters import partly_trained
 from autopar.targets.beside import beside
+from autopar.targets.extended import winning_parts
 from autopar.targets.job import Job, JobFile, Unmodelled
 from autopar.targets.raw_options import options_of_job
 from autopar.targets.target import Source
@@ -29,16 +30,15 @@ def whole_job(read: Callable[[Source], Job], source: Source) -> Job:
     unpriced = tuple(text for text in job.unpriced if _end(text) not in names)
     findings = (*job.findings, *around.notes)
 
-    def again(text: str) -> Job:
-        return whole_job(read, replace(source, text=text))
+    def again(text: str, texts: Mapping[str, str]) -> Job:
+        def near(name: str) -> str | None:
+            return texts.get(name) or source.read_file(name)
 
-    return replace(
-        job,
-        unmodelled=parts,
-        unpriced=unpriced,
-        findings=findings,
-        file=JobFile(source.text, source.name, again, options.texts),
-    )
+        return whole_job(read, replace(source, text=text, read_file=near))
+
+    winning = winning_parts(source)
+    file = JobFile(source.text, source.name, again, options.texts, source.function, winning)
+    return replace(job, unmodelled=parts, unpriced=unpriced, findings=findings, file=file)
 
 
 def _name(part: Unmodelled) -> str:

@@ -15,11 +15,11 @@ from support.job_files import FILES
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
-from autopar.jobs.advice import unlike, written
 from autopar.jobs.applied import applied
 from autopar.jobs.check import Answer, check_job
 from autopar.jobs.pricing import Setting, setting_of
 from autopar.jobs.wording import Difference, differences
+from autopar.jobs.written import unlike, written
 from autopar.request.arguments import parsed_cluster
 from autopar.targets.job import Layout
 from autopar.targets.registry import read_job
@@ -134,8 +134,8 @@ def explained(of: Setting, layout: Layout) -> str:
     """What is told of a layout, the text with it, and how that is read."""
     assert of.job.file is not None
     found = differences(of.target, of.job, replace(of.job, layout=layout), True)
-    text = applied(of.job.file, found)
-    again = of.job.file.read(text)
+    text, others = applied(of.job.file, found)
+    again = of.job.file.read(text, others)
     return f"{list(map(str, found))}\n{text}\n{again.layout}\n{of.target.refusals(again, GPUS)}"
 
 
@@ -154,15 +154,20 @@ def test_the_best_plan_passes_check_in_the_file(tmp_path: Path, name: str) -> No
         cluster = ClusterSpec.make("h100", 1, 8, memory_bytes=memory * 2**30)
         found = check_job(of.job, cluster, seq=of.seq, time_limit_s=10.0, **given)  # type: ignore[arg-type]
         assert not found.withheld
-        plans = [found.differences] if found.differences else []
-        plans += [change.differences for change in found.changes]
-        for told in plans:
-            again = of.job.file.read(applied(of.job.file, told))  # type: ignore[union-attr]
+        plans = [(c.differences, c.step_time_s, c.peak_bytes) for c in found.changes]
+        if found.differences and found.best is not None:
+            best = found.best.predicted
+            plans.append((found.differences, best.step_time_s, max(best.peak_memory_bytes)))
+        for told, step_s, peak in plans:
+            again = of.job.file.read(*applied(of.job.file, told))  # type: ignore[union-attr]
             again = again.with_batches(*batches_of(found, told)) if again.unknown else again
             checked = check_job(again, cluster, seq=of.seq, advise=False, **given)  # type: ignore[arg-type]
             assert checked.fits and not checked.refused and not checked.withheld, list(
                 map(str, told)
             )
+            priced = checked.plan.predicted  # type: ignore[union-attr]
+            assert priced.step_time_s == pytest.approx(step_s, rel=1e-9)
+            assert max(priced.peak_memory_bytes) == pytest.approx(peak, rel=1e-9)
         if found.fits and not found.refused:
             assert found.best is not None
             assert found.best.predicted.step_time_s <= found.plan.predicted.step_time_s  # type: ignore[union-attr]
@@ -170,6 +175,6 @@ def test_the_best_plan_passes_check_in_the_file(tmp_path: Path, name: str) -> No
 
 def batches_of(found: Answer, told: tuple[Difference, ...]) -> tuple[int, int]:
     """(micro-batch, global batch) of a plan that says them for the training script."""
-    said = {d.option.rpartition(" ")[2]: d.then for d in told if ": " in d.option}
+    said = {d.option: d.then for d in told if d.file}
     own = found.job.layout
     return int(said.get("per_device_train_batch_size", own.micro_batch)), own.batch_on(GPUS)

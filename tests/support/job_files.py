@@ -10,6 +10,11 @@ _MODEL = (
 _BATCH = "--micro-batch-size 2 --global-batch-size 64 "
 _RUN = "torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py "
 _TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\nseq_len = 4096\n{}[parallelism]\n{}"
+_REGISTRY = (
+    "def llama3_8b() -> Trainer.Config:\n    return Trainer.Config(\n        model_spec=model_registry('8B'),\n"
+    "        training=TrainingConfig({}),\n        parallelism=ParallelismConfig(tensor_parallel_degree=2),\n"
+    "        activation_checkpoint=SelectiveAC.Config(),\n    )\n"
+)
 _BRIDGE = (
     "from megatron.bridge.training.config import ConfigContainer\n\n\ndef recipe():\n    cfg = ConfigContainer()\n"
     "    cfg.model.num_layers = 16\n    cfg.model.hidden_size = 1024\n    cfg.model.num_attention_heads = 16\n"
@@ -81,6 +86,8 @@ FILES: dict[str, tuple[str, str]] = {
                          "--parallelism.fsdp_reshard_after_forward default "
                          "--training.local_batch_size 1 --training.global_batch_size 64 --training.seq_len 4096 --compile.enable "
                          "activation-checkpoint:full"),
+    "torchtitan-registry": ("a.py", _REGISTRY.format("local_batch_size=1, seq_len=4096, global_batch_size=64")),
+    "torchtitan-tokens": ("a.py", _REGISTRY.format("num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096")),
     "axolotl": ("a.yaml", _AXOLOTL + "gradient_checkpointing: true\nfsdp_version: 2\nfsdp_config:\n  offload_params: false\n"
                 "  reshard_after_forward: true\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"),
     "axolotl-tp": ("a.yaml", _AXOLOTL + "fsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\n"
@@ -99,6 +106,8 @@ FILES: dict[str, tuple[str, str]] = {
                              "gradient_accumulation_steps: 2, offload_optimizer_device: none, offload_param_device: none}\n"),
     "deepspeed": ("a.json", '{"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64, "zero_optimization": {"stage": 3}, '
                   '"bf16": {"enabled": true}}'),
+    "deepspeed-auto": ("a.json", '{"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", '
+                       '"gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}'),
     "deepspeed-steps": ("a.json", '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, '
                         '"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}'),
     "nanotron": ("a.yaml", _NANOTRON.format(4, 2, 1, 1)),

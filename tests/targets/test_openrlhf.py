@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.jobs.advice import differences
+from autopar.jobs.wording import differences
 from autopar.targets.job import Facts, Job, Layout
 from autopar.targets.openrlhf import OPENRLHF
 from autopar.targets.registry import TARGETS

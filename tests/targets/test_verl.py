@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
-from autopar.jobs.advice import differences
+from autopar.jobs.wording import differences
 from autopar.targets.job import Job, Layout, ModelShape
 from autopar.targets.registry import TARGETS, read_job
 from autopar.targets.target import NotExpressible, Source

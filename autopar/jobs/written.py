@@ -1,0 +1,133 @@
+"""Layouts, written into the files of jobs: what must be set otherwise, and whether it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
+from autopar.jobs.applied import applied
+from autopar.jobs.pricing import Setting
+from autopar.jobs.verdicts import unlaid_experts
+from autopar.jobs.wording import SCRIPT_FILE, Difference, differences
+from autopar.targets.job import Job, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A layout in the file of a job.
+
+    Attributes:
+        differences: the options that the file must set otherwise.
+        setting: the setting of the job as it is read from the file with these options.
+    """
+
+    differences: tuple[Difference, ...]
+    setting: Setting
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the file as it is then, on devices with unlimited memory. Raises AutoparError
+        if it cannot be priced.
+        """
+        return self.setting.with_host(self.setting.plan_of(self.setting.job.layout))
+
+
+def written(setting: Setting, layout: Layout) -> Written | None:
+    """A layout in the file of a setting's job, with which it starts. None if the file cannot say it,
+    or if the framework refuses it there.
+    """
+    for told in _told(setting, layout):
+        if (again := started(setting, layout, told)) is not None:
+            return Written(told, setting.of(again))
+    return None
+
+
+def has_verdict(setting: Setting, layout: Layout) -> bool:
+    """Whether the file of a setting's job, with a layout, can have a verdict if the job can: some
+    options count only with certain degrees.
+    """
+    for told in _told(setting, layout):
+        known = _read_with(setting, layout, told)
+        if known is not None and not _opens(known, setting.job):
+            return True
+    return False
+
+
+def _told(setting: Setting, layout: Layout) -> Iterator[tuple[Difference, ...]]:
+    """The ways to tell a layout: without and with options that the file leaves to a default."""
+    job = setting.job
+    for explicit in (False, True):
+        if told := differences(setting.target, job, replace(job, layout=layout), explicit):
+            yield told
+
+
+def started(setting: Setting, layout: Layout, told: tuple[Difference, ...]) -> Job | None:
+    """The job that starts if these differences are written into the file of a setting's job. The file
+    is read again, says the layout, and is not refused. It can have a verdict if the job can. None if
+    it does not start. A job without a file must not be refused.
+    """
+    job, target, gpus = setting.job, setting.target, setting.gpus
+    known = _read_with(setting, layout, told)
+    if known is None or target.refusals(known, gpus):
+        return None
+    refused = any(finding.kind == "refused" for finding in known.findings)
+    other = unlike(known.layout, layout, gpus)
+    return None if refused or other or _opens(known, job) or unlaid_experts(known, gpus) else known
+
+
+def _read_with(setting: Setting, layout: Layout, told: tuple[Difference, ...]) -> Job | None:
+    """The job of a file with other options, with the model of a setting; None if it has no place for
+    them, or cannot be read then.
+    """
+    job = setting.job
+    if job.file is None:
+        return replace(job, layout=layout, flags={})
+    try:
+        again = job.file.read(*applied(job.file, told))
+    except AutoparError:
+        return None
+    if any(difference.file == SCRIPT_FILE for difference in told) or again.unknown:
+        again = again.with_batches(layout.micro_batch, layout.batch_on(setting.gpus))
+    return _of_model(again, setting)
+
+
+def _opens(job: Job, before: Job) -> bool:
+    """Whether a job has a value that is not known, or a part without a price, that another has not."""
+    parts, known = ({part.what for part in one.unmodelled} for one in (job, before))
+    return bool(set(job.unknown) - set(before.unknown) or parts - known)
+
+
+def _of_model(job: Job, setting: Setting) -> Job:
+    """A job, and all that it may be, with the model, length and devices of a setting."""
+    shape, seq, stages = setting.job.shape, setting.job.seq, setting.target.stages
+    others = tuple(_of_model(other, setting) for other in job.others)
+    known = replace(job, shape=shape, seq=seq, gpus=setting.gpus, others=others)
+    if not (stages and job.layout.pp > 1 and shape.layers):
+        return known
+    vpp, cut = stages(known)
+    return replace(known, layout=replace(known.layout, vpp=vpp, stages=cut))
+
+
+_FREE = ("dp", "global_batch", "accumulation", "etp", "group", "recompute_layers")
+"""Fields of layouts that say the same in other words."""
+
+
+def unlike(one: Layout, other: Layout, gpus: int) -> list[str]:
+    """The fields in which two layouts differ on `gpus` devices, in what they do."""
+    alone = one.dp_on(gpus) * one.cp == other.dp_on(gpus) * other.cp == 1
+    free = (*_FREE, *(("zero", "copies") if alone else ()))
+    free += ("copies",) * (not one.zero and not other.zero)
+    names = [f.name for f in fields(Layout) if f.name not in free]
+    found = [name for name in names if getattr(one, name) != getattr(other, name)]
+    if "stages" in found and {one.stages, other.stages} & {()} and len(set(one.stages or other.stages)) == 1:  # fmt: skip
+        found.remove("stages")
+    numbers = {"dp": Layout.dp_on, "batch": Layout.batch_on, "micro_batches": Layout.micro_batches_on}  # fmt: skip
+    return found + [n for n, of in numbers.items() if of(one, gpus) != of(other, gpus)]
+
+
+def like(layout: Layout, by: Layout) -> Layout:
+    """A layout of a plan, written as a job writes its own: what the devices leave stays open."""
+    etp = None if by.etp is None else layout.tp
+    return replace(layout, etp=etp, group=0, dp=None if by.dp is None else layout.dp)
