@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from support.eager_runs import ROWS, batches, errors, paragraph
+from support.effort import every
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
@@ -269,7 +270,7 @@ def test_they_are_refused_by_name_or_line(name):
     paragraph(refused.value)
 
 
-@pytest.mark.parametrize("name", ADVISED)
+@pytest.mark.parametrize("name", every(2, ADVISED))
 def test_what_is_advised_trains_exactly(pool2, name):
     for found in pool2.run(errors, functools.partial(advised, name), ADVISED[name][1], batches()):
         assert max(found) <= 1, found

@@ -115,7 +115,8 @@ def data_of(traced) -> dict:
 
 SLOW = ("gpt, alibi, window, parallel", "llama, tied", "llama, three windows", "moe, shared, capacity", "moe, two later tokens",
         "moe, dense first, windows", "moe, no balance", "moe, latent, a later token", "moe, dense first", "llama, windows",
-        "llama, windows, uneven", "gpt, dropout, written out")  # fmt: skip
+        "llama, windows, uneven", "gpt, dropout, written out",
+        "moe, every second, windows", "moe, every third, no balance")  # fmt: skip
 
 
 @pytest.mark.parametrize(
