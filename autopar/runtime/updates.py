@@ -142,16 +142,20 @@ class Updates(Durable):
     def _alike_in_calls(self) -> tuple[Any, ...]:
         """What all ranks must have alike in each call: the values of `_refuse_different`."""
         groups = options(self.optimizer.param_groups, self._updating.moving)
-        return self.max_grad_norm, self.seed, self._hooks.numbers, groups
+        return self.max_grad_norm, self.seed, self._hooks.numbers, self._samplers, groups
 
     def _refuse_different(self) -> None:
         """Raise AutoparError for the first option that differs between ranks. Every rank calls it."""
-        limit, seed, hooks, groups = self._alike_in_calls()
-        own = {"max_grad_norm": limit, "seed": seed, "gradient hooks": hooks} | by_name(groups)
+        limit, seed, hooks, samplers, groups = self._alike_in_calls()
+        own = {
+            "max_grad_norm": limit,
+            "seed": seed,
+            "gradient hooks": hooks,
+            "samplers (rows, shuffle, drop_last)": samplers,
+        } | by_name(groups)
         raise_difference(
             from_all(call_group(), lambda: own),
-            "Copies of a parameter would part: set it alike on every rank, from values that all ranks know, such as the loss that step "
-            "returns",
+            "Ranks must not differ in it: set it alike on every rank, from values that all ranks know, such as the loss that step returns",
         )
 
     @contextlib.contextmanager
@@ -208,6 +212,11 @@ class Updates(Durable):
         effect. `trains`: before a step, which needs something to train.
         """
         self._user_changes.check(self._trains, trains)
+        if self.optimizer is not self._updating.optimizer:
+            raise AutoparError(
+                "engine.optimizer was replaced, and the new one may not train what the engine holds: call parallelize again with the new "
+                "optimizer's factory, after engine.export or with engine.full_state_dict()"
+            )
         check_masters(self.optimizer.param_groups, self._master_names)
         if self.plan.mesh.num_devices > 1 and set(step_hooks(self.optimizer)) - self._step_hooks:
             raise AutoparError(

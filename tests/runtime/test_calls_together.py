@@ -115,6 +115,9 @@ def disagree(rank: int) -> dict[str, str]:
     batch = {
         name: tensor[: 4 + rank] for name, tensor in engine.local_batch(case().batches[0]).items()
     }
+    engine.sampler(range(16 + rank))
+    found["sampler"] = heard(lambda: go(engine, 1))
+    engine._samplers = ()
     found["dtype"] = heard(lambda: engine.step(
         {**batch, "x": batch["x"].float()} if rank else batch
     ))  # fmt: skip
@@ -166,6 +169,7 @@ def test_ranks_that_disagree_are_named(pool2):
         "rates": "ranks have different lr of parameter group 0: 0.1 on rank 0, 0.2 on rank 1",
         "momentum": "different momentum of parameter group 0: 0.9 on rank 0, 0.8 on rank 1",
         "later limit": "different max_grad_norm: None on rank 0, 1.0 on rank 1",
+        "sampler": r"different samplers .*: \(\(16, True, True\),\) on rank 0, \(\(17, True, True\),\) on rank 1",
         "dtype": "different dtype of batch entry 'x': 'torch.float64' on rank 0, 'torch.float32' on rank 1",
         "columns": "has 5|shape",
         "optimizer": "different optimizers: 'AdamW' on rank 0, 'SGD' on rank 1",

@@ -19,6 +19,7 @@ from support.updated_models import (
     adamw,
     case,
     eager,
+    eager_by_closure,
     engine_of,
     go,
     plan_of,
@@ -289,27 +290,6 @@ def expected(name: str) -> Reference:
     return eager(scenario.factory, clip, scenario.eager, scenario.named)
 
 
-def eager_by_closure(factory: Callable, first: bool) -> Reference:
-    model = copy.deepcopy(case().model)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    optimizer, losses = factory(list(model.parameters())), []
-    for batch in case().batches[:STEPS]:
-        seen: list[float] = []
-
-        def closure(batch=batch, seen=seen) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(**batch)
-            loss.backward()
-            seen.append(loss.item())
-            return loss
-
-        if first:
-            closure()
-        optimizer.step(closure)
-        losses.append(seen[0])
-    return Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()})
-
-
 def check(pool, items: list[tuple[str, str]]) -> None:
     for by_rank in pool.run(run, items, timeout_s=300):
         for (name, cell), (losses, state) in zip(items, by_rank, strict=True):
@@ -386,6 +366,7 @@ LOST: dict[str, tuple[Callable[[Engine, Updated], Any], str]] = {
                             r"engine.register_gradient_hook\(.head.weight., hook\) sets one"),
     "forward": (lambda engine, model: setattr(model, "forward", lambda x, labels: x.sum()), "forward of the model was replaced"),
     "class": (lambda engine, model: setattr(model.head, "__class__", nn.Bilinear), "forward of head was replaced"),
+    "optimizer": (lambda engine, model: setattr(engine, "optimizer", sgd(model.parameters())), "engine.optimizer was replaced"),
     "master": (lambda engine, model: engine.optimizer.param_groups[0]["params"][0].requires_grad_(False),
                "engine.freeze"),
     "hook": (lambda engine, model: engine.optimizer.param_groups[0]["params"][0].register_hook(lambda g: g),

@@ -142,6 +142,28 @@ def eager(
     return Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()})
 
 
+def eager_by_closure(factory: Callable, first: bool, steps: int = STEPS) -> Reference:
+    """As `eager`, for steps that take a closure. `first`: gradients are there before the step."""
+    model = copy.deepcopy(case().model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer, losses = factory(list(model.parameters())), []
+    for batch in case().batches[:steps]:
+        seen: list[float] = []
+
+        def closure(batch=batch, seen=seen) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(**batch)
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        if first:
+            closure()
+        optimizer.step(closure)
+        losses.append(seen[0])
+    return Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()})
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.05, momentum=0.9, weight_decay=0.01)
 

@@ -42,6 +42,8 @@ class Durable(CheckpointSource):
     _all_specs: Mapping[str, ParameterSpec]
     _state_names: set[str]
     _user_changes: UserChanges
+    _samplers: tuple[tuple[int, bool, bool], ...] = ()
+    """What the last samplers were given, which all ranks must have alike."""
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters (masters if trained) and persistent buffers by the model's own names,
@@ -192,6 +194,7 @@ class Durable(CheckpointSource):
             shuffle: whether each epoch has an order of its own.
             drop_last: whether rows that do not fill a global batch are left out.
         """
+        self._samplers = (*self._samplers[-7:], (len(dataset), shuffle, drop_last))
         return DataParallelSampler(
             dataset,
             self.plan.global_batch * self.together,
