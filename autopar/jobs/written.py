@@ -48,6 +48,8 @@ def has_verdict(setting: Setting, layout: Layout) -> bool:
     """Whether the file of a setting's job, with a layout, can have a verdict if the job can: some
     options count only with certain degrees.
     """
+    if not unlike(setting.job.layout, layout, setting.gpus):
+        return True  # the file says it as it is
     for told in _told(setting, layout):
         known = _read_with(setting, layout, told)
         if known is not None and not _opens(known, setting.job):

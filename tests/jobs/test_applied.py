@@ -19,7 +19,7 @@ from autopar.jobs.applied import applied
 from autopar.jobs.check import Answer, check_job
 from autopar.jobs.pricing import Setting, setting_of
 from autopar.jobs.wording import Difference, differences
-from autopar.jobs.written import unlike, written
+from autopar.jobs.written import has_verdict, unlike, written
 from autopar.request.arguments import parsed_cluster
 from autopar.targets.job import Layout
 from autopar.targets.registry import read_job
@@ -128,6 +128,19 @@ def test_what_is_told_is_read_as_meant(tmp_path: Path, name: str) -> None:
         found = written(of, layout)
         assert found, f"{layout}\n{explained(of, layout)}"
     assert told >= LEAST
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_says_its_own_layout(tmp_path: Path, name: str) -> None:
+    of = setting(tmp_path, name)
+    assert has_verdict(of, of.job.layout)
+
+
+def test_batches_that_the_command_gives_leave_a_file_its_plans(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    job = read_job(tmp_path / "a.json").with_batches(None, 16)
+    found = check_job(job, parsed_cluster("h100:1"), model=MODEL, seq=1024, time_limit_s=10.0)
+    assert not found.why_no_best and found.best is not None
 
 
 def explained(of: Setting, layout: Layout) -> str:
