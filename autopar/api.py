@@ -49,6 +49,7 @@ from autopar.trace.batches import (
     ExampleInputs,
     batch_tensors,
     check_example,
+    sequence_length,
     shortened,
     shorter_lengths,
 )
@@ -361,7 +362,7 @@ def parallelize(
     from autopar.runtime.engine import Engine, start_process_group
 
     cluster, example_inputs = parsed_cluster(cluster), _example(model, example_inputs)
-    inputs = [example_inputs, *_shorter(example_inputs, buckets, batch_dims)]
+    inputs = [example_inputs, *_shorter(model, example_inputs, buckets, batch_dims)]
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, choose_precision(cluster))
@@ -398,10 +399,20 @@ def parallelize(
 
 
 def _shorter(
-    example_inputs: ExampleInputs, buckets: Sequence[int] | None, batch_dims: BatchDims | None
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    buckets: Sequence[int] | None,
+    batch_dims: BatchDims | None,
 ) -> list[ExampleInputs]:
-    """The example batch, cut to each length of `buckets`."""
-    lengths = () if buckets is None else shorter_lengths(example_inputs, buckets, batch_dims)
+    """The example batch, cut to each length of `buckets`. Raises AutoparError if the model would
+    compute something else for a batch that is filled up to one.
+    """
+    from autopar.models.hf_rope import check_lengths
+
+    if buckets is None:
+        return []
+    lengths = shorter_lengths(example_inputs, buckets, batch_dims)
+    check_lengths(model, [*lengths, sequence_length(example_inputs, batch_dims)])
     return [shortened(example_inputs, length, batch_dims) for length in lengths]
 
 

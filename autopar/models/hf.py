@@ -28,6 +28,7 @@ from autopar.files import path_of, read_text, reason_of
 from .base import ModelSpec
 from .common import MOST_LAYERS, MOST_SIZE
 from .hf_experts import prepare_experts
+from .hf_rope import prepare_rope
 from .hf_shrink import shrunk_config_dict
 from .published import PublishedModel
 
@@ -120,6 +121,7 @@ def _prepare(model: nn.Module, has_positions: bool) -> None:
         transformers.AttentionMaskInterface.register(name, mask)
         of_transformers.set_attn_implementation(name)
     prepare_experts(model)
+    prepare_rope(model, has_positions)
 
 
 @cache

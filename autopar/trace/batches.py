@@ -102,6 +102,12 @@ def _check_dense(name: str, value: torch.Tensor, what: str) -> None:
         )
 
 
+def sequence_length(example_inputs: ExampleInputs, batch_dims: BatchDims | None = None) -> int:
+    """The number of positions of the example's sequences; `batch_dims` as in `row_dims`."""
+    tensors = batch_tensors(example_inputs)
+    return positions(rows_first(tensors, row_dims(tensors, batch_dims)).values())
+
+
 def shorter_lengths(
     example_inputs: ExampleInputs, buckets: Sequence[int], batch_dims: BatchDims | None = None
 ) -> list[int]:
@@ -110,8 +116,7 @@ def shorter_lengths(
 
     `batch_dims` says where the rows of an input are, as in `row_dims`.
     """
-    tensors = batch_tensors(example_inputs)
-    longest = positions(rows_first(tensors, row_dims(tensors, batch_dims)).values())
+    longest = sequence_length(example_inputs, batch_dims)
     for length in buckets:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
             raise AutoparError(

@@ -106,6 +106,7 @@ def _fill_diagonal(tensor: Tensor, value: Any, wrap: bool = False) -> Tensor:
     """Tensor.fill_diagonal_ by indices, since torch.export makes it an op whose gradient is wrong in
     torch 2.13. With `wrap`, the diagonal of a tall matrix begins again below each square.
     """
+    places: tuple[Tensor, ...]
     if tensor.dim() == 2 and wrap:
         rows, columns = tensor.shape
         flat = torch.arange(0, rows * columns, columns + 1, device=tensor.device)
