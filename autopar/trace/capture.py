@@ -228,6 +228,7 @@ class _Call:
         try:
             with watched_forward() as notes, cumulative_averages():
                 exported = _exported(skeleton, self.examples, shapes)
+                _list_users(exported.graph_module)
                 read_as_attributes(exported, registered)
                 exported = functional(exported)
         except AutoparError:
@@ -273,6 +274,17 @@ def _exported(
         record.before.restore()
         record.process = OneProcess(initialized=True)
         return export()
+
+
+def _list_users(program: nn.Module) -> None:
+    """Add each node of the program's graphs to the users of its operands. torch.export 2.13 forgets
+    some where forward has a region without gradients.
+    """
+    for module in program.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                for operand in node.all_input_nodes:
+                    operand.users.setdefault(node)
 
 
 def _refuse_own_tensors(loss_fn: Callable | None) -> None:
