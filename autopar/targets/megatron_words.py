@@ -9,6 +9,7 @@ from typing import Any
 from autopar.ir.mesh import MeshShape
 from autopar.request.restriction import Cuts, Restriction
 from autopar.targets.job import Job
+from autopar.targets.megatron_layout import even_stages
 from autopar.targets.megatron_write import flags_of
 from autopar.targets.target import ONE_STAGE, Aspect, NotExpressible
 
@@ -117,9 +118,7 @@ def within(job: Job, restriction: Restriction) -> Restriction:
         return restriction
 
     def sizes(mesh: MeshShape, stages_per_rank: int) -> tuple[int, ...]:
-        stages = mesh.pp * stages_per_rank
-        layers = job.shape.layers
-        return (layers // stages,) * stages if layers % stages == 0 else ()
+        return even_stages(job.shape.layers, mesh.pp * stages_per_rank)
 
     found = replace(restriction, cuts=Cuts("deals layers evenly", sizes))
     if "deepspeed" not in job.flags:

@@ -614,28 +614,27 @@ def _contents(cell: types.CellType, missing: Any) -> Any:
         return missing
 
 
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields a code object, and those of functions and classes defined inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)
+
+
 def names_of(code: types.CodeType) -> list[str]:
     """The names of globals and attributes that a code object reads or sets, functions defined
     inside it included. Each once.
     """
-    found = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= dict.fromkeys(names_of(constant))
-    return list(found)
+    return list(dict.fromkeys(name for inner in codes_of(code) for name in inner.co_names))
 
 
 def globals_of(code: types.CodeType) -> list[str]:
     """The names of the global variables that a code object reads, sets or deletes, functions
     defined inside it included. Each once. An attribute of the same name as a variable is none.
     """
-    found = dict.fromkeys(
-        step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL
-    )
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= dict.fromkeys(globals_of(constant))
-    return list(found)
+    steps = (step for inner in codes_of(code) for step in dis.get_instructions(inner))
+    return list(dict.fromkeys(step.argval for step in steps if step.opname in _GLOBAL))
 
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}

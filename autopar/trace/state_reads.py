@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
+from autopar.trace.python_state import codes_of
 from autopar.trace.user_lines import line_text
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -52,10 +53,11 @@ def methods_of(model: nn.Module) -> list[types.FunctionType]:
 
 
 def _all_names(code: types.CodeType) -> set[str]:
-    inner = [
-        _all_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
-    ]
-    return {*code.co_names, *code.co_freevars, *code.co_varnames}.union(*inner)
+    return {
+        name
+        for inner in codes_of(code)
+        for name in (*inner.co_names, *inner.co_freevars, *inner.co_varnames)
+    }
 
 
 def _tree_of(code: types.CodeType) -> _Function | None:
