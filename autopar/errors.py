@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar_cost_models.echo import shortened_message, shown
 
-__all__ = ["AutoparError", "NoPlanFits", "one_line", "shown"]
+__all__ = ["AutoparError", "NoLayout", "NoPlanFits", "one_line", "shown"]
 
 
 def one_line(error: BaseException) -> str:
@@ -23,6 +23,10 @@ class AutoparError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened_message(message))
+
+
+class NoLayout(AutoparError):
+    """A framework can run none of the layouts that the pins and the devices allow."""
 
 
 class NoPlanFits(AutoparError):

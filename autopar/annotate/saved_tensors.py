@@ -91,7 +91,12 @@ def _called(node: Node, env: dict[Node, Any]) -> tuple[Any, list[torch.Tensor]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         try:
             result = node.target(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:  # also ops without a kernel on the meta device
+        except NotImplementedError as error:
+            raise AutoparError(
+                f"{op_name(node)} has no kernel on the meta device, so autopar cannot tell what autograd keeps for it: "
+                f"{one_line(error)}. Register one with torch.library.register_fake, or spell it with other ops"
+            ) from error
+        except (RuntimeError, IndexError) as error:
             raise AutoparError(
                 f"{op_name(node)} fails for a batch of {PROBE_ROWS} rows, for which autopar tries each op: {one_line(error)}. If forward "
                 "takes a fixed number of rows (x[:5]), x[torch.arange(5) % x.shape[0]] takes them of any batch"

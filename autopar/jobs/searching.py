@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from autopar.errors import AutoparError, NoPlanFits
+from autopar.errors import AutoparError, NoLayout, NoPlanFits
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.jobs.pricing import Setting
@@ -35,25 +35,30 @@ def best_within(setting: Setting, deadline: Deadline) -> tuple[Plan, float]:
     searches = Searches(deadline, len(groups))
     if len(groups) == 1:
         return _bounded(setting.best(restriction, searches.next_s()), setting)
-    found, bounds, errors = list[Plan](), list[float](), list[NoPlanFits]()
+    found, bounds, errors = list[Plan](), list[float](), list[AutoparError]()
     for kinds, of in groups.items():
         try:
             plan, bound_s = _bounded(of.best(_within(restriction, kinds), searches.next_s()), of)
-        except NoPlanFits as error:
-            errors.append(error)
-            bounds += [] if error.proven else [0.0]
-        except AutoparError:  # there are no such layouts
+        except NoLayout:
             continue
+        except AutoparError as error:
+            errors.append(error)
+            bounds += [] if _none_fits(error) else [0.0]
         else:
             found.append(plan)
             bounds.append(bound_s)
     if errors and not found:
-        raise next((error for error in errors if not error.proven), errors[0])
+        raise next((error for error in errors if not _none_fits(error)), errors[0])
     if not found:  # which says why
         return _bounded(setting.best(restriction, searches.next_s()), setting)
     least_s = min(plan.predicted.step_time_s for plan in found)
     alike = [p for p in found if p.predicted.step_time_s <= (1 + TOLERANCE) * least_s]
     return min(alike, key=lambda plan: (plan.zero, plan.mesh.pp, plan.mesh.tp)), min(bounds)
+
+
+def _none_fits(error: AutoparError) -> bool:
+    """Whether an error is the proof that no plan fits."""
+    return isinstance(error, NoPlanFits) and error.proven
 
 
 def _bounded(plan: Plan, setting: Setting) -> tuple[Plan, float]:
@@ -148,11 +153,16 @@ class _Words:
         return not target.refusals(replace(job, layout=layout, flags={}), self.setting.gpus)
 
     def _has_verdict(self, layout: Layout) -> bool:
-        """Whether the file can have a verdict with layouts of this kind."""
+        """Whether the file can have a verdict with a layout. One that can be written into the file
+        answers for all of its kind.
+        """
         degrees = (layout.tp, layout.pp, layout.cp, layout.ep)
         key = (*(degree > 1 for degree in degrees), layout.zero, layout.recompute == "none")
         if key not in self.counted:
-            self.counted[key] = self.setting.job.file is None or has_verdict(self.setting, layout)
+            found = self.setting.job.file is None or has_verdict(self.setting, layout)
+            if found is None:
+                return False
+            self.counted[key] = found
         return self.counted[key]
 
 

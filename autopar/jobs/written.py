@@ -44,17 +44,19 @@ def written(setting: Setting, layout: Layout) -> Written | None:
     return None
 
 
-def has_verdict(setting: Setting, layout: Layout) -> bool:
+def has_verdict(setting: Setting, layout: Layout) -> bool | None:
     """Whether the file of a setting's job, with a layout, can have a verdict if the job can: some
-    options count only with certain degrees.
+    options count only with certain degrees. None if the file has no place for the layout.
     """
     if not unlike(setting.job.layout, layout, setting.gpus):
         return True  # the file says it as it is
+    found = None
     for told in _told(setting, layout):
-        known = _read_with(setting, layout, told)
-        if known is not None and not _opens(known, setting.job):
-            return True
-    return False
+        if (known := _read_with(setting, layout, told)) is not None:
+            found = not _opens(known, setting.job)
+            if found:
+                break
+    return found
 
 
 def _told(setting: Setting, layout: Layout) -> Iterator[tuple[Difference, ...]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.errors import AutoparError, shown
+from autopar.errors import AutoparError, NoLayout, shown
 from autopar.ir.mesh import MeshShape
 from autopar.request.pins import Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
@@ -43,7 +43,7 @@ def _instead(name: str, only: Only) -> str:
     return f"pin {name}={' or '.join(values[:_MOST_NAMED])}, or drop the pin"
 
 
-def none_within(request: PlanRequest, found: Sequence[Candidate], layouts: Layouts) -> AutoparError:
+def none_within(request: PlanRequest, found: Sequence[Candidate], layouts: Layouts) -> NoLayout:
     """The error if the request's target can run none of the layouts `found`, at least one, that the
     pins and the devices allow.
     """
@@ -55,7 +55,7 @@ def none_within(request: PlanRequest, found: Sequence[Candidate], layouts: Layou
     instead = " and ".join(dict.fromkeys(limit.instead for limit in refusing))
     pins = request.asked or request.pin
     under = f"the pins {pins} and the devices" if pins else "the devices"
-    return AutoparError(
+    return NoLayout(
         f"{restriction.name} can run none of the {len(found)} layouts that {under} allow: {why}; "
         f"use {instead}, another number of devices or another batch{_others(request, layouts)}"
     )

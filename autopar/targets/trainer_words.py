@@ -108,13 +108,15 @@ def deepspeed_words(job: Job) -> dict[str, str]:
 
 
 def _degrees(flags: Mapping[str, str]) -> tuple[int, int]:
-    """(tp, cp) that a file of Accelerate says in its own block."""
-    sizes = {
-        n: flags.get(f"parallelism_config.parallelism_config_{n}_size", "1")
-        for n in ("tp", "cp", "sp")
-    }
-    numbers = {name: int(text) if text.isdigit() else 1 for name, text in sizes.items()}
-    return numbers["tp"], numbers["cp"] * numbers["sp"]
+    """(tp, cp) that a file of Accelerate says in its own block. Raises NotExpressible if a size is
+    not known.
+    """
+    options = {n: f"parallelism_config.parallelism_config_{n}_size" for n in ("tp", "cp", "sp")}
+    sizes = {n: flags.get(option, "1") for n, option in options.items()}
+    for name, text in sizes.items():
+        if not text.isdigit():
+            raise NotExpressible(f"the file says {options[name]}: {text}, which is no number")
+    return int(sizes["tp"]), int(sizes["cp"]) * int(sizes["sp"])
 
 
 def kind_of(flags: Mapping[str, str]) -> str:

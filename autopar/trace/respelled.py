@@ -102,10 +102,13 @@ def _gaussian_nll_loss(
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _fill_diagonal(tensor: Tensor, value: Any, wrap: bool = False) -> Tensor:
+def _fill_diagonal(tensor: Tensor, value: Any, wrap: bool = False) -> Tensor | None:
     """Tensor.fill_diagonal_ by indices, since torch.export makes it an op whose gradient is wrong in
-    torch 2.13. With `wrap`, the diagonal of a tall matrix begins again below each square.
+    torch 2.13. With `wrap`, the diagonal of a tall matrix begins again below each square. None if
+    torch's own function must be used, which refuses the shape.
     """
+    if tensor.dim() < 2 or (tensor.dim() > 2 and len(set(tensor.shape)) > 1):
+        return None
     places: tuple[Tensor, ...]
     if tensor.dim() == 2 and wrap:
         rows, columns = tensor.shape

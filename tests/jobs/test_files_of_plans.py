@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.job_files import FILES
 
+from autopar.errors import AutoparError, NoLayout
+from autopar.ir.deadline import Deadline
 from autopar.ir.mesh import MeshShape
+from autopar.ir.plan import Plan
 from autopar.jobs.applied import applied
 from autopar.jobs.check import check_job
 from autopar.jobs.pricing import Setting, setting_of
-from autopar.jobs.searching import in_file
+from autopar.jobs.searching import best_within, in_file
 from autopar.jobs.wording import Difference
 from autopar.jobs.written import written
 from autopar.request.arguments import parsed_cluster
+from autopar.request.restriction import Restriction
 from autopar.targets.job import Layout
 from autopar.targets.registry import read_job
+from autopar.targets.target import NotExpressible
+from autopar.targets.trainer_words import deepspeed_words
 
 MODEL = "llama:layers=16,hidden=1024,heads=16,kv_heads=16,ffn=4096,vocab=32000,seq=1024"
 MEGATRON = FILES["megatron"][1]
@@ -139,3 +146,50 @@ def test_a_function_of_several_is_changed(function: str) -> None:
     exec(changed.replace("config.training.a", "config.a"), names)
     assert names["second"]().a == 2  # type: ignore[operator]
     assert names["first"]().a == (1 if function else 2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("error", "proved"), [(NoLayout, True), (AutoparError, False)])
+def test_a_part_that_was_not_searched_leaves_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[AutoparError], proved: bool
+) -> None:
+    """Of two kinds of layouts, the search of the first fails. A kind without layouts is proved."""
+    path = tmp_path / "a.sh"
+    path.write_text(MEGATRON)
+    of, best, asked = setting(path), Setting.best, list[Setting]()
+
+    def failing(self: Setting, restriction: Restriction, time_limit_s: float) -> Plan:
+        asked.append(self)
+        if len(asked) == 1:
+            raise error("of a kind")
+        return best(self, restriction, time_limit_s)
+
+    monkeypatch.setattr(Setting, "best", failing)
+    plan, bound_s = best_within(of, Deadline.after(60))
+    assert len(asked) == 2 and plan.predicted.step_time_s > 0
+    assert (bound_s > 0) == proved
+
+
+def test_a_layout_without_a_place_says_nothing_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(MEGATRON)
+    found = iter([None, True])
+    monkeypatch.setattr("autopar.jobs.searching.has_verdict", lambda *_: next(found))
+    limits = in_file(setting(path)).limits
+
+    def said(**asked: object) -> bool:
+        return all(limit.allows(choice(**asked)) for limit in limits)  # type: ignore[arg-type]
+
+    assert not said(tp=2, micro=4) and said(tp=2, micro=2) and said(tp=2, micro=4)
+
+
+def test_a_degree_that_is_a_variable_is_never_written_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    block = "parallelism_config: {{parallelism_config_tp_size: {}}}\n"
+    path.write_text(FILES["accelerate-deepspeed"][1] + block.format(1))
+    job = replace(read_job(path), gpus=8)
+    assert deepspeed_words(job)["deepspeed_config.zero_stage"] == "3"
+    unknown = {"parallelism_config.parallelism_config_tp_size": "$TP"}
+    with pytest.raises(NotExpressible, match=r"tp_size: \$TP, which is no number"):
+        deepspeed_words(replace(job, flags=dict(job.flags) | unknown))

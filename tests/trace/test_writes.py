@@ -169,3 +169,9 @@ def test_writes_through_as_strided_are_refused_by_line():
     batch = {"x": torch.randn(ROWS, 9)}
     with pytest.raises(AutoparError, match=r"writes through as_strided.*test_writes.py"):
         trace(model, batch)
+
+
+def test_a_diagonal_that_eager_pytorch_refuses_is_refused():
+    model = OfWeights((6, 6), lambda weight: weight.view(2, 3, 6).fill_diagonal_(0.5))
+    with pytest.raises(AutoparError, match="equal length"):
+        trace(model, {"x": torch.randn(ROWS, 9)})

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.trace.python_state import globals_of
+
 _EMPTY = object()
 DEEPEST, MOST = 6, 10_000
 """How many levels of containers and objects are looked through, and how many objects at most."""
@@ -64,7 +66,7 @@ def _read_by(function: types.FunctionType) -> dict[str, Any]:
     found |= {f"keyword {key}": value for key, value in (function.__kwdefaults__ or {}).items()}
     own = function.__globals__
     return found | {
-        f"global {name}": own[name] for name in function.__code__.co_names if name in own
+        f"global {name}": own[name] for name in globals_of(function.__code__) if name in own
     }
 
 
@@ -95,7 +97,7 @@ def rebound(hook: Any, memo: dict[int, Any]) -> Any:
         types.CellType(other(cell.cell_contents)) if _filled(cell) else cell
         for cell in hook.__closure__ or ()
     )
-    names = [name for name in hook.__code__.co_names if name in hook.__globals__]
+    names = [name for name in globals_of(hook.__code__) if name in hook.__globals__]
     replaced = {name: other(hook.__globals__[name]) for name in names}
     own = hook.__globals__
     if any(replaced[name] is not own[name] for name in names):
