@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,7 @@ class Snapshot:
             taken.seen[id(module)] = name
             registered = f"the names registered in {name or 'the model'}"
             taken.held[registered] = [
-                tuple(vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers")
+                _in_order(vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers")
             ]
             taken.names[registered] = ()
             taken.restorers.append(_attributes_restorer(module))
@@ -627,6 +627,13 @@ def names_of(code: types.CodeType) -> list[str]:
     inside it included. Each once.
     """
     return list(dict.fromkeys(name for inner in codes_of(code) for name in inner.co_names))
+
+
+def _in_order(registered: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names that a module has registered, those of None last: torch.export puts other tensors
+    in and out, and leaves the names of None before the others.
+    """
+    return tuple(sorted(registered, key=lambda name: registered[name] is None))
 
 
 def globals_of(code: types.CodeType) -> list[str]:

@@ -463,3 +463,19 @@ class HasRuns(nn.Module):
 def test_an_attribute_does_not_reach_a_global_variable_of_its_name():
     found = {function.__name__ for function in Functions.of(HasRuns(), None).codes}
     assert found == {"__init__", "forward", "called"}
+
+
+def test_names_of_none_that_torch_export_moves_are_no_change(monkeypatch):
+    """nn.MultiheadAttention registers parameters of None among the others."""
+    exports = list[object]()
+    export = torch.export.export
+
+    def counted(*args, **kwargs):
+        exports.append(args[0])
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    batch = {"src": torch.randn(4, 3, 8), "y": torch.randn(4, 3, 8)}
+    trace(layer, batch, loss_fn=nn.MSELoss())
+    assert len(exports) == 1
