@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
 from autopar.trace.checkpointed_reads import CheckpointedReads
+from autopar.trace.detached_writes import DATA, DetachedTensors
 from autopar.trace.known_values import KnownValues, UserTensors, attributes_of
 from autopar.trace.registered_tensors import (
     REGISTER,
@@ -44,12 +45,14 @@ from autopar.trace.registered_tensors import (
 from autopar.trace.state_checks import ModulesBefore, check_attributes, check_sharing, check_ties
 from autopar.trace.user_lines import line_now
 
-_READ_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
 _READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _SET_GRAD = vars(torch._C.TensorBase)["grad"].__set__
 _GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_DETACH_IN_PLACE = (Tensor.detach_, torch.detach_)
+_SET_NO_VALUE = ("requires_grad_", "share_memory_")
+"""Methods named like writes that change no value."""
 _MAKE = (torch.tensor, torch.scalar_tensor, Tensor.new_tensor)
 """Functions that make a tensor of Python numbers, which shares memory with no other."""
 _NORMS = ("batch_norm", "instance_norm")
@@ -81,7 +84,7 @@ class AssignedState(TorchFunctionMode):
         self.trained: set[str] = set()
         self.late: set[str] = set()
         self._read_storages: dict[int, Any] = {}  # kept, so that no address is given out again
-        self._data: dict[int, tuple[Tensor, str]] = {}
+        self._detached = DetachedTensors()
         self._aliases = aliases
         self._modules = ModulesBefore(model)
         self._entries = {
@@ -146,7 +149,7 @@ class AssignedState(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self._detached.as_detached((args, kwargs or {}))
         if func in (_READ_GRAD, _SET_GRAD) and self._trains(name := self._name(args[0])):
             raise AutoparError(
                 f"forward reads or sets the gradient of {name!r}{line_now()}, which only backward computes. Under a plan, a rank may hold "
@@ -158,10 +161,17 @@ class AssignedState(TorchFunctionMode):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if self._freezes(args[0], wanted):
                 return args[0]
+        if func in _DETACH_IN_PLACE:
+            trains = self._trains(self._name(args[0]))
+            if not (trains and self._freezes(args[0], False)) and args[0].requires_grad:
+                self._detached.detach_(args[0])
+            return args[0]
         if func == _GRADIENT and id(args[0]) in self._frozen:
             return False
         if _writes(func, kwargs):
-            self._check_write(args, kwargs)
+            written = pytree.tree_leaves(kwargs.get("out", args[:1]))
+            self._check_write(written)
+            args, kwargs = self._detached.without_gradient(written, args, kwargs)
         if self._frozen:
             args, kwargs = pytree.tree_map(self._as_frozen, (args, kwargs))
         is_number, number = self.known.number(func, args, kwargs)
@@ -173,7 +183,8 @@ class AssignedState(TorchFunctionMode):
             self._note_norm(func, args, kwargs, found)
         if func in _MAKE:
             self._fresh[storage_of(found)] = found.untyped_storage()
-        self._keep_data(func, args, found)
+        self._detached.follow(func, args, kwargs, found)
+        self._detached.check_read(func, args, kwargs, found)
         self.known.follow(func, args, kwargs, found)
         if torch.is_grad_enabled():
             self._note_read(args, kwargs, found)
@@ -195,42 +206,31 @@ class AssignedState(TorchFunctionMode):
                 if address := storage_of(operand):
                     self._read_storages[address] = operand.untyped_storage()
 
-    def _keep_data(self, func: Callable, args: tuple, found: Any) -> None:
-        """Remember the result of `x.data`, and views of such results, if a write to it would change
-        what backward reads.
+    def _check_write(self, written: list[Any]) -> None:
+        """Note a write to the `.data` of a registered tensor that was read. Raises AutoparError for
+        writes to other tensors past their gradients.
         """
-        if not args or not isinstance(args[0], Tensor) or not isinstance(found, Tensor):
-            return
-        address = storage_of(args[0])
-        if func == _READ_DATA:
+        for tensor in written:
+            if not isinstance(tensor, Tensor):
+                continue
+            address = storage_of(tensor)
             name = self._storages.get(address, "")
-            if address in self._read_storages or (args[0].requires_grad and not name):
-                self._data[id(found)] = found, name
-        elif id(args[0]) in self._data and storage_of(found) == address:
-            self._data[id(found)] = found, self._data[id(args[0])][1]
-
-    def _check_write(self, args: tuple, kwargs: dict) -> None:
-        """Note a write to the `.data` of a registered tensor. Raises AutoparError for writes to
-        other tensors past their gradients.
-        """
-        for written in pytree.tree_leaves(kwargs.get("out", args[:1])):
-            if isinstance(written, Tensor) and (own := self._storages.get(storage_of(written))):
-                self.lines.setdefault(own, line_now())
-            _, name = self._data.get(id(written), (None, None))
-            how = ".data" if name == "" else ""
-            if (
-                isinstance(written, Tensor)
-                and written.requires_grad
-                and not torch.is_grad_enabled()
-            ):
-                how = "" if storage_of(written) in self._storages else "torch.no_grad()"
+            if name:
+                self.lines.setdefault(name, line_now())
+            detached, how = self._detached.of(tensor), ""
+            of_data = detached is not None and detached.how == DATA
+            read = of_data and address in self._read_storages
+            if name and read:
+                self.late.add(name)
+            elif not name and tensor.requires_grad and not torch.is_grad_enabled():
+                how = "torch.no_grad()"
+            elif detached is not None and not name and (read or detached.base.requires_grad):
+                how = detached.how
             if how:
                 raise AutoparError(
                     f"forward changes a tensor in place through {how}{line_now()}, past its gradient. A captured graph cannot follow: "
                     "compute a new tensor. x + (new - x).detach() has the value of `new` and the gradient of x"
                 )
-            if name:
-                self.late.add(name)
 
     def _name(self, tensor: Tensor) -> str:
         """The name under which a tensor is registered now; '' if it is not."""
@@ -310,7 +310,8 @@ class AssignedState(TorchFunctionMode):
         before = {name: entry.tensor for name, entry in self._entries.items()}
         values = {name: t.detach().clone() for name, t in now.items() if t is not before[name]}
         for name, tensor in now.items():
-            if tensor.requires_grad and not self._entries[name].trained:
+            graded = tensor.requires_grad and not self._detached.is_detached(tensor)
+            if graded and not self._entries[name].trained:
                 self.graded.append(name)
         with torch.no_grad():
             for name, value in {id(before[n]): (n, v) for n, v in values.items()}.values():
@@ -414,4 +415,6 @@ def _of_the_batch(func: Callable, args: tuple, kwargs: dict) -> bool:
 def _writes(func: Callable, kwargs: dict) -> bool:
     """Whether a torch function changes its first argument, or the argument `out`, in place."""
     name = getattr(func, "__name__", "")
+    if name in _SET_NO_VALUE:
+        return False
     return "out" in kwargs or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")

@@ -27,7 +27,7 @@ from autopar.trace.met_rows import met
 from autopar.trace.one_process import current_process
 from autopar.trace.pieces import kept_whole, unread_counts
 from autopar.trace.refusals import other_rows, own_generator
-from autopar.trace.refused_hooks import hooks_refused
+from autopar.trace.refused_hooks import READ_NODE, hooks_refused, replaced, without_hooks
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
@@ -103,8 +103,8 @@ class _ValueReads(TorchFunctionMode):
             isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
         ):
             raise own_generator(line_now())
-        for replaced in (kept_whole, self.loops.run, met):
-            if (found := replaced(func, args, kwargs)) is not None:
+        for other in (kept_whole, self.loops.run, met):
+            if (found := other(func, args, kwargs)) is not None:
                 return found
         if func is Tensor.item and _is_within("_check_tensor_all_with"):
             return self._unchecked()
@@ -114,6 +114,8 @@ class _ValueReads(TorchFunctionMode):
             return self._text(_operand(args, kwargs))
         if func == _DATA:  # the same values, but export sees where they come from
             return _operand(args, kwargs).detach()
+        if func == READ_NODE:
+            return without_hooks(func(*args, **kwargs))
         if func is Tensor.tolist and not _known(_operand(args, kwargs)):
             raise _reads("values", ".tolist()")
         if func in _ARRAYS:
@@ -231,17 +233,6 @@ def _follows_batch(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
-    """A context in which the attribute `name` of a class or module is `value`."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def _own_gradients(notes: list[str]) -> Iterator[None]:
     """A context in which export keeps the backward of the user's autograd.Functions, each as one
     op.
@@ -268,7 +259,7 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
 
     base.apply = classmethod(checked_apply)
     try:
-        with hooks_refused():
+        with hooks_refused(notes):
             yield
     finally:
         del base.apply
@@ -290,7 +281,7 @@ def _unconverted() -> contextlib.AbstractContextManager[None]:
                 )
         return self
 
-    return _replaced(torch.nn.Module, "_apply", checked)
+    return replaced(torch.nn.Module, "_apply", checked)
 
 
 def _kept_function(cls: type, args: tuple) -> Any:
@@ -339,7 +330,7 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
             yield
 
     name = "_checkpoint_without_reentrant_generator"
-    with _replaced(torch.utils.checkpoint, name, nothing_around):
+    with replaced(torch.utils.checkpoint, name, nothing_around):
         yield
 
 

@@ -121,6 +121,20 @@ def _copied_to_data(m, name, value):
     _get(m, name).data.copy_(value)
 
 
+def _added_to_detached(m, name, value):
+    _get(m, name).detach().add_(value)
+
+
+def _part_of_data(m, name, value):
+    part = _get(m, name).data[:3]
+    part.copy_(value[:3])
+
+
+def _detached_in_place(m, name, value):
+    setattr(*_holder(m, name), value)
+    _get(m, name).detach_()
+
+
 def _copied_without_gradient(m, name, value):
     with torch.no_grad():
         _get(m, name).copy_(value)
@@ -185,6 +199,7 @@ WRITES = {
     function.__name__.strip("_"): function
     for function in (
         _by_setattr, _as_parameter, _by_registry, _by_register, _by_deletion, _by_data, _copied, _copied_to_data,
+        _added_to_detached, _part_of_data, _detached_in_place,
         _copied_without_gradient, _by_set, _by_lerp, _of_lists, _scaled, _augmented, _part, _loaded, _swapped, _unfrozen,
     )
 }  # fmt: skip
@@ -206,6 +221,8 @@ READS: dict[str, Callable[[nn.Module, str, Tensor], Tensor]] = {
     "product": lambda m, name, y: _combined(y, _get(m, name), "product"),
     "detached": lambda m, name, y: _combined(y, _get(m, name).detach(), "product"),
     "copied": lambda m, name, y: _combined(y, _get(m, name).clone(), "product"),
+    "detached in place": lambda m, name, y: _combined(y, (_get(m, name) * 2).detach_(), "product"),
+    "data": lambda m, name, y: _combined(y, _get(m, name).data, "difference"),
     "module": lambda m, name, y: y + m.teacher(y),
 }
 

@@ -14,12 +14,18 @@ UNUSED_BEFORE_NO_GRAD = (
     Step(target="center", read="difference", where="without gradients"),
 )
 """torch.export forgets a use of the outputs, whose mean nothing reads."""
+PAST_ITS_GRADIENT = (
+    Step(target="center", write="copied_to_data", value="mean of outputs"),
+    Step(target="center", read="difference"),
+)
+"""What is written through `.data` gives the buffer no gradient."""
 QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @settings(max_examples=6, **QUIET)
 @given(program=steps(), number=NUMBERS)
 @example(program=UNUSED_BEFORE_NO_GRAD, number=1)
+@example(program=PAST_ITS_GRADIENT, number=1)
 def test_generated_modules_are_exact_or_refused_by_name(program, number):
     event(outcome(program, number))
 
