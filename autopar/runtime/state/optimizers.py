@@ -236,19 +236,27 @@ def _check_hooks(
     parameters: Parameters,
 ) -> None:
     """Raise AutoparError if a gradient hook of the factory reads a parameter that this rank does not
-    hold whole.
+    hold as a whole tensor.
     """
     names = {id(parameter): name for name, parameter in trained.items()}
     here = [(name, own) for name, own in hooks.items() if name in parameters.trained]
     for name, own in here:
         for read in {names.get(id(t), "") for hook in own.values() for t in tensors_of(hook)}:
-            held = read in parameters.trained
-            if read and not (held and not parameters.holding.cuttings[read].is_cut):
+            if read and (held := _held(read, trained[read], parameters)):
                 raise AutoparError(
-                    f"a gradient hook that the optimizer's factory set on {name} reads {read}, of which this rank holds "
-                    f"{'a part' if held else 'nothing'}. Set a step hook in the factory instead (optimizer.register_step_pre_hook), which "
-                    "sees whole parameters and their gradients"
+                    f"a gradient hook that the optimizer's factory set on {name} reads {read}, of which this rank holds {held}. "
+                    "Set a step hook in the factory instead (optimizer.register_step_pre_hook), which sees whole parameters and their "
+                    "gradients"
                 )
+
+
+def _held(name: str, parameter: nn.Parameter, parameters: Parameters) -> str:
+    """What this rank holds of a parameter, as text; '' if it is a whole tensor."""
+    if name not in parameters.trained:
+        return "nothing"
+    if parameters.holding.cuttings[name].is_cut:
+        return "a part"
+    return "a DTensor" if hasattr(parameter, "_spec") else ""
 
 
 def _check_options(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
