@@ -108,7 +108,7 @@ def is_saved(loss: Tensor, tensor: Tensor) -> bool:
 
 def _backward_of(loss: Tensor) -> Iterator[Any]:
     """Yields the nodes of the backward of `loss`, each once."""
-    with torch._C.DisableTorchFunction():  # the node itself, not what `without_hooks` makes of it
+    with torch._C.DisableTorchFunction():  # which would give a node of `without_hooks`
         stack = [loss.grad_fn] if loss.grad_fn is not None else []
     seen: set[Any] = set(stack)
     while stack:
