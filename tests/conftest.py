@@ -11,8 +11,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from support.captures import Counted, Ranks, kept
 from support.effort import RUNSLOW, explore
 
+from autopar import api
 from autopar.planning import planner
 from autopar.runtime.ranks.launch import WorkerPool
 
@@ -21,6 +23,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 torch.set_num_threads(1)
 # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
 planner.processes_for_search = lambda: 1
+captures = Counted(api.trace)
+api.trace, api.trace_spec = captures.wrapped(), kept(api.trace_spec)
 hypothesis.settings.register_profile("autopar", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("autopar")
 
@@ -66,12 +70,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[WorkerPool]:
     """Two ranks that run top-level functions: `pool2.run(function, *args)`."""
-    with WorkerPool(2) as pool:
+    with Ranks(2, captures) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[WorkerPool]:
     """Four ranks that run top-level functions: `pool4.run(function, *args)`."""
-    with WorkerPool(4) as pool:
+    with Ranks(4, captures) as pool:
         yield pool

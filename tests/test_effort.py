@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.effort import explore
+from support.effort import RUNSLOW, every, examples, explore, tried
 
 
 def property_test() -> SimpleNamespace:
@@ -36,3 +36,18 @@ def test_other_tests_stay_as_they_are_where_one_explores():
     item = SimpleNamespace(obj=lambda: None)
     explore(item, 40)
     assert not vars(item.obj)
+
+
+def test_few_parameters_are_quick():
+    marked = [*every(2, "abc"), *every(2, [("a", 1), ("b", 2)], unpacked=True)]
+    assert [(each.values, bool(each.marks)) for each in marked] == [
+        *((("a",), False), (("b",), True), (("c",), False)),
+        *((("a", 1), False), (("b", 2), True)),
+    ]
+
+
+def test_few_are_tried_and_many_under_runslow(monkeypatch):
+    monkeypatch.delenv(RUNSLOW, raising=False)
+    assert (tried("few", "many"), examples(1, 9)) == ("few", 1)
+    monkeypatch.setenv(RUNSLOW, "1")
+    assert (tried("few", "many"), examples(1, 9)) == ("many", 9)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import loss_check
+from support.effort import examples
 from support.loss_check import Run, check, naive_is_wrong, sgd
 from support.loss_generator import MOVE, GeneratedLoss, generate
 
@@ -20,7 +21,7 @@ from benchmarks.exactness import loss_splitting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-IN_CI, MANY = 10, 2000
+IN_CI, MANY = examples(5, 10), 2000
 
 
 @pytest.fixture(scope="module")

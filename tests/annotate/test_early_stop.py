@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import every
 from torch.fx import Graph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -68,7 +69,7 @@ def kernels(graph: Graph) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "moe-tiny"])
+@pytest.mark.parametrize("model", every(3, ["moe-tiny", "llama-tiny", "gpt-tiny"]))
 def test_blocks_rerun_what_checkpoint_reruns(model):
     spec = parse_model(model)
     traced = trace(spec.build("meta"), spec.example_inputs(2, 16), None, "fp32")

@@ -694,7 +694,7 @@ SHARING = [
     [
         pytest.param(
             *(recompute, mesh, model),
-            marks=pytest.mark.slow if (first + second) % 3 else (),
+            marks=pytest.mark.slow if (first + second) % 3 or first else (),
             id=f"{recompute}-{mesh}-{model}",
         )
         for first, recompute in enumerate(["none", "selective", "full"])

@@ -32,7 +32,7 @@ def block_of(traced, recompute: str, tp: int = 1):
     return model, next(block for block in model.classes if block.count > 1)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", every(2, [False, True]))
 def test_the_core_is_attention_and_nothing_else(fused):
     traced = traced_of(fused)
     graphs = {block.name: attention_core(block.graph) for block in traced.classes}
@@ -78,6 +78,7 @@ def test_written_out_attention_keeps_five_as2b_less():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", every(2, [4, 1]))
 def test_every_strategy_keeps_less_and_takes_longer(tp):
     traced = traced_of(False, dropout=0.1)
@@ -94,6 +95,7 @@ def test_every_strategy_keeps_less_and_takes_longer(tp):
     assert less
 
 
+@pytest.mark.slow
 def test_a_pinned_plan_lies_between_none_and_full():
     spec = NativeSpec.of("gpt", GPTConfig(512, 1024, 4, 16, max_seq=2048, fused_attention=False))
     example = spec.example_inputs(2, 2048)

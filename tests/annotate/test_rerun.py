@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from autopar_cost_models import FITTED
-from support.effort import slow_but
+from support.effort import every, slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -224,6 +224,7 @@ def test_a_compiler_reruns_what_backward_needs_and_keeps_no_result_that_nobody_r
     )
 
 
+@pytest.mark.slow
 def test_it_costs_what_its_ops_cost():
     traced = traced_of(LLAMA)
     for compiled in (False, True):
@@ -241,7 +242,9 @@ def test_it_costs_what_its_ops_cost():
             )
 
 
-@pytest.mark.parametrize(("pin", "layouts"), [(True, {"S(1)"}), (False, {"R"})])
+@pytest.mark.parametrize(
+    ("pin", "layouts"), every(2, [(True, {"S(1)"}), (False, {"R"})], unpacked=True)
+)
 def test_layers_hand_on_what_the_pin_of_sequence_parallelism_says(pin, layouts):
     """Neither a shard of the features nor a partial sum, which no framework has between layers."""
     traced = traced_of(LlamaConfig(64, 64, 3, 4, 4, 128))
@@ -277,15 +280,15 @@ def test_every_kth_layer():
         return solve_placement(model, None).priced
 
     none, full = cost("none"), cost("full")
-    for every, share in ((1, 1.0), (2, 0.5), (5, 0.0)):
-        found = cost(f"every-{every}", every)
+    for number, share in ((1, 1.0), (2, 0.5), (5, 0.0)):
+        found = cost(f"every-{number}", number)
         assert found.time_s == pytest.approx(none.time_s + share * (full.time_s - none.time_s))
         assert found.static_bytes == none.static_bytes
         assert found.kept_bytes == pytest.approx(
             none.kept_bytes + share * (full.kept_bytes - none.kept_bytes)
         )
         assert found.transient_bytes == (full if share else none).transient_bytes
-        assert cost("full", every).time_s == full.time_s
+        assert cost("full", number).time_s == full.time_s
     names = [
         s.name
         for s in counted(traced, 2).segments
@@ -294,6 +297,7 @@ def test_every_kth_layer():
     assert names == ["blocks.1", "blocks.3"]
 
 
+@pytest.mark.slow
 def test_pinned_plans_lie_between_none_and_full():
     spec = NativeSpec.of("gpt", GPTConfig(512, 1024, 4, 16, max_seq=2048))
     example = spec.example_inputs(2, 2048)

@@ -4,11 +4,10 @@ file in the place of a whole one."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
+import resource
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from autopar.api import trace
 from autopar.errors import AutoparError, shown
 from autopar.models import parse_model
 from autopar.request.pins import PINS
+from autopar.runtime.ranks.launch import run_workers
 
 
 class Model(nn.Module):
@@ -289,44 +289,38 @@ def test_hugging_face_configs_of_impossible_sizes(tmp_path, change):
         assert found, change
 
 
-FULL = """
-    import os, resource, sys
-    import torch, autopar
-    from autopar.errors import AutoparError
-    from test_bad_input import BATCH, Model
-
-    os.chdir(sys.argv[1])
+def saved_to_a_full_disk(rank: int, directory: str) -> tuple[list[str], list[str], list[str]]:
+    """What is told of each save, and the files and checkpoints after them."""
+    os.chdir(directory)
     engine = autopar.parallelize(Model(), "cpu:1", BATCH)
     engine.plan.save("plan.json")
     autopar.ClusterSpec.parse("cpu:1").to_yaml("cluster.yaml")
     engine.save("checkpoints")
-    before = {path: open(path).read() for path in ("plan.json", "cluster.yaml")}
+    before = {path: Path(path).read_text() for path in ("plan.json", "cluster.yaml")}
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
     told = []
     cluster = autopar.ClusterSpec.make("h100", nodes=2)
-    for save in (lambda: engine.plan.save("plan.json"), lambda: cluster.to_yaml("cluster.yaml"), lambda: engine.save("checkpoints"),
-                 lambda: engine.save("checkpoints", asynchronous=True).wait(), lambda: engine.export("weights"),
-                 lambda: engine.plan.save("new.json")):
+    for save in (
+        lambda: engine.plan.save("plan.json"),
+        lambda: cluster.to_yaml("cluster.yaml"),
+        lambda: engine.save("checkpoints"),
+        lambda: engine.save("checkpoints", asynchronous=True).wait(),
+        lambda: engine.export("weights"),
+        lambda: engine.plan.save("new.json"),
+    ):
         try:
             save()
         except AutoparError as error:
             told.append(str(error))
-    assert before == {path: open(path).read() for path in before}
-    print(len(told), sorted(os.listdir(".")), sorted(os.listdir("checkpoints")))
-    print(*told, sep=chr(10))
-"""
+    assert before == {path: Path(path).read_text() for path in before}
+    return told, sorted(os.listdir(".")), sorted(os.listdir("checkpoints"))
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     """No file may be longer than 50 bytes."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    }
-    command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert found.returncode == 0, found.stderr
-    first, *told = found.stdout.splitlines()
-    assert first == "6 ['checkpoints', 'cluster.yaml', 'plan.json'] ['000001-step-0']"
+    ((told, files, saved),) = run_workers(saved_to_a_full_disk, 1, (str(tmp_path),))
+    assert files == ["checkpoints", "cluster.yaml", "plan.json"] and saved == ["000001-step-0"]
+    assert len(told) == 6
     assert (
         "the file that was there is as before" in told[0]
         and "earlier checkpoints are as before" in told[2]

@@ -102,6 +102,7 @@ def test_one_failure_hides_no_other():
     assert run_apart(partial(run, ("off",)), modes).untrained == {"off": "AutoparError: no off"}
 
 
+@pytest.mark.slow
 def test_a_wrong_rewriting_is_found_under_a_mesh(monkeypatch):
     """The wrong pass gives every norm another epsilon."""
     rewritten = fusing.rewritten

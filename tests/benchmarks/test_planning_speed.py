@@ -35,6 +35,7 @@ def test_a_plan_in_a_process_of_its_own():
     assert took.peak_bytes > 50 * 2**20
 
 
+@pytest.mark.slow
 def test_errors_are_rows():
     took = plan_afresh(Asked("odd", "no-such-model", "h100:4", 8, 16, {}), 10.0)
     assert "no-such-model" in took.error and "no-such-model" in line(

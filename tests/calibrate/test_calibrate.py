@@ -10,6 +10,7 @@ import torch
 from autopar_cost_models.curves import curve, curve_s
 from autopar_cost_models.matmul import shaped_matmul_time_s
 from click.testing import CliRunner
+from support.effort import every, slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar.api
@@ -149,9 +150,9 @@ def test_on_cpu_every_point_has_the_cost_of_an_operation():
 # ------------------------------------------------------------------------------------------------- the planner uses measurements
 
 
-@pytest.mark.parametrize("spec", [made_up(), None], ids=["made up", "measured"])
-def test_the_price_of_a_measured_point_is_the_measurement(spec, measured):
-    spec = spec or measured
+@pytest.mark.parametrize("spec", every(2, [made_up(), None]), ids=["made up", "measured"])
+def test_the_price_of_a_measured_point_is_the_measurement(spec, request):
+    spec = spec or request.getfixturevalue("measured")
     for dtype, points in spec.device.matmul_curves.items():
         for flops, seconds in points:
             side = round((flops / 2) ** (1 / 3))
@@ -214,10 +215,12 @@ def test_the_plan_follows_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spec", [made_up(), made_up(1), None], ids=["made up", "one rank", "measured"]
+    "spec",
+    slow_but([made_up(), made_up(1)], [made_up(), made_up(1), None]),
+    ids=["made up", "one rank", "measured"],
 )
-def test_round_trip(spec, measured, tmp_path):
-    spec = spec or measured
+def test_round_trip(spec, request, tmp_path):
+    spec = spec or request.getfixturevalue("measured")
     text = spec.to_yaml(tmp_path / "c.yaml")
     again = ClusterSpec.parse(str(tmp_path / "c.yaml"))
     assert again == spec and again.spec_hash() == spec.spec_hash() and again.to_yaml() == text

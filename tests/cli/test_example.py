@@ -39,6 +39,7 @@ def losses(launcher: list[str]) -> list[float]:
     return [float(value) for value in re.findall(r"loss ([\d.]+)", found.stdout)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_print_the_losses_of_one():
     alone = losses([])

@@ -30,6 +30,7 @@ def run(*args: str, code: int = 0) -> Result:
     return result
 
 
+@pytest.mark.slow
 def test_every_plan_states_its_objective():
     data = json.loads(run("explain", *TASK, "--json").stdout)
     plan = Plan.from_json(json.dumps(data))
@@ -42,6 +43,7 @@ def test_every_plan_states_its_objective():
     assert "Objective: the fastest step.  A step takes" in run("explain", *TASK).stdout
 
 
+@pytest.mark.slow
 def test_cost_has_a_row_for_every_size(tmp_path):
     saved = tmp_path / "plan.json"
     args = ["explain", *TASK, "--objective", "cost", "--price", "2"]

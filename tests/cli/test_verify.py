@@ -89,7 +89,7 @@ def test_every_mesh_of_two_processes_is_exact(name):
     assert len(set(report.reference_losses)) == 3
 
 
-@pytest.mark.parametrize("kind", slow_but(["llama"], CONFIGS))
+@pytest.mark.parametrize("kind", slow_but([], CONFIGS))
 def test_hugging_face_models_are_exact(kind, tmp_path):
     """transformers rounds to fp32 inside norms and the loss: both runs are widened, the tolerance is not."""
     pytest.importorskip("transformers")
@@ -247,11 +247,12 @@ def test_a_model_that_drops_is_compared_with_the_engine_on_one_device(capsys):
     ("name", "nproc", "pin"),
     [
         ("llama-tiny", 2, {"pp": 2, "recompute": "selective"}),
-        (
+        pytest.param(  # one device runs the same micro-batches
             "moe-tiny",
             4,
             {"pp": 2, "dp": 2, "ep": 1, "schedule": "1f1b", "micro_batch": 1},
-        ),  # one device runs the same micro-batches
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_pipelines_are_exact(name, nproc, pin):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from support.explain_tasks import words_of
 
 from autopar import api, recheck
@@ -232,7 +233,8 @@ def test_another_strategy_is_found_at_its_op():
 def test_another_strategy_with_its_layouts_is_found_at_its_block():
     """A consistent lie: layouts and strategy agree with each other, and the costs of the block do not."""
     plan, seen = planned(LLAMA, PIPE, 9.0), 0
-    for name, s in other_strategies(plan, 1):
+    others = list(other_strategies(plan, 1))[:: examples(4, 1)]
+    for name, s in others:
         try:
             found = audited(
                 LLAMA,
@@ -245,7 +247,7 @@ def test_another_strategy_with_its_layouts_is_found_at_its_block():
             continue
         seen += any(d.startswith((plan.blocks[1].name, "edge from")) for d in found.disagreements)
         assert found.disagreements or s.forward_s == 0.0, f"{name} as {s.name}: costs the same"
-    assert seen > 10
+    assert seen > examples(2, 10)
 
 
 def test_a_dropped_conversion_is_found():

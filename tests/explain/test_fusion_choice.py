@@ -40,6 +40,7 @@ def test_the_planner_chooses_what_to_fuse(dispatch_s, mode):
     assert Plan.from_json(plan.to_json()).fusion == plan.fusion
 
 
+@pytest.mark.slow
 def test_logits_that_do_not_fit_are_made_again():
     """Over 65,536 positions the logits take 16 GiB, and their gradient as much: without them, less is recomputed."""
     sizes = "layers=16,hidden=2048,heads=32,kv_heads=8,ffn=8192,vocab=128256,seq=65536"

@@ -20,7 +20,7 @@ MODEL = "llama:layers=2,hidden=1024,heads=8,vocab=4096,seq=512"
     ("device", "pin", "also"),
     [
         ("h100:4", {"dp": 2, "tp": 2}, {"tp_overlap"}),
-        ("a100-80g:4", {"dp": 4}, set()),
+        pytest.param("a100-80g:4", {"dp": 4}, set(), marks=pytest.mark.slow),
         ("h100:4", {"pp": 2, "dp": 2, "schedule": "1f1b"}, {"matmul_dtype"}),
     ],
 )

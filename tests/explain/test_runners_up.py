@@ -56,6 +56,7 @@ def test_a_runner_up_is_the_plan_under_its_choices():
         assert plan.certificate.bound_s <= entry["time_s"] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same_runners_up(monkeypatch):
     helpers = []
 

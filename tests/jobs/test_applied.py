@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.effort import every
 from support.job_files import FILES
 
 from autopar.ir.cluster import ClusterSpec
@@ -110,7 +111,7 @@ def cut(of: Setting, layout: Layout) -> Layout:
     return replace(layout, stages=of.target.stages(replace(of.job, layout=layout))[1])
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", every(2, FILES))
 def test_what_is_told_is_read_as_meant(tmp_path: Path, name: str) -> None:
     of = setting(tmp_path, name)
     assert not of.job.unmodelled and of.job.file is not None
@@ -152,7 +153,7 @@ def explained(of: Setting, layout: Layout) -> str:
     return f"{list(map(str, found))}\n{text}\n{again.layout}\n{of.target.refusals(again, GPUS)}"
 
 
-QUICK = ("megatron-full", "deepspeed")
+QUICK = ("deepspeed",)
 """Files that are searched in each run; the others are slow."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.effort import every
 from support.narrow import fits_a_terminal
 
 import autopar
@@ -61,7 +62,8 @@ def parameters_of_ranks(found: Answer) -> list[int]:
 
 @pytest.mark.parametrize(
     ("freq", "experts"),
-    [("'([0,1]*4)'", [1, 1, 1, 1]), ("2", [1, 1, 1, 1]), ("'([0]*4+[1]*4)'", [0, 0, 2, 2]), ("'[1,1,0,0,0,0,1,0]'", [2, 0, 0, 1])],
+    every(3, [("'[1,1,0,0,0,0,1,0]'", [2, 0, 0, 1]), ("'([0,1]*4)'", [1, 1, 1, 1]), ("'([0]*4+[1]*4)'", [0, 0, 2, 2]),
+              ("2", [1, 1, 1, 1])], unpacked=True),
 )  # fmt: skip
 def test_dense_layers_between_others_in_a_pipeline(tmp_path, freq: str, experts: list[int]) -> None:
     """A layer has four matrices of attention and two norms, and three of its MLP or of each expert."""
@@ -191,7 +193,9 @@ def test_what_is_measured_is_compared(tmp_path: Path) -> None:
     assert "not slower" in gap_words(replace(found, measured_s=1e-6))
 
 
-@pytest.mark.parametrize(("micro_batch", "waits"), [(1, True), (64, False)])
+@pytest.mark.parametrize(
+    ("micro_batch", "waits"), every(2, [(1, True), (64, False)], unpacked=True)
+)
 def test_a_step_waits_for_the_host_as_runs_do(
     tmp_path: Path, micro_batch: int, waits: bool
 ) -> None:

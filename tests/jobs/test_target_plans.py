@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from support.effort import every
 
 import autopar
 from autopar import api
@@ -51,7 +52,7 @@ def _planned(traced, target: str | None, pin: dict[str, object]) -> Plan:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("pin", [{}, {"tp": 2}], ids=["free", "tp=2"])
+@pytest.mark.parametrize("pin", every(2, [{}, {"tp": 2}]), ids=["free", "tp=2"])
 def test_plans_within_a_target_can_be_said(traced, name: str, pin: dict[str, object]) -> None:
     pin = {"cp": 2} if pin and name == "verl" else pin  # whose FSDP has no tp
     plan, free = planned(traced, name, **pin), planned(traced, None, **pin)
@@ -83,6 +84,7 @@ def test_a_pipeline_for_megatron(traced) -> None:
         plan.export("accelerate")
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on() -> None:
     spec = parse_model(
         "moe:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,seq=256,experts=4"
@@ -191,7 +193,7 @@ def within_nanotron(deep, **pin: object) -> Plan:
     return within(deep, DEEP, "nanotron", **pin)
 
 
-@pytest.mark.parametrize(("pp", "sizes"), [(2, (6, 4)), (4, (3, 3, 3, 1))])
+@pytest.mark.parametrize(("pp", "sizes"), every(2, [(4, (3, 3, 3, 1)), (2, (6, 4))], unpacked=True))
 def test_nanotron_gets_the_stages_that_it_cuts(deep, tmp_path, pp: int, sizes) -> None:
     """The head costs as much as 4/5 of a layer."""
     plan = within_nanotron(deep, pp=pp)
@@ -230,6 +232,7 @@ def test_the_plan_is_the_fastest_with_these_stages(deep) -> None:
     assert best.predicted.step_time_s == pytest.approx(min(found), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_another_model_is_cut_otherwise(deep, tmp_path) -> None:
     plan = within_nanotron(deep, pp=2)
     path = tmp_path / "config.yaml"

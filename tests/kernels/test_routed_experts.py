@@ -19,7 +19,7 @@ from autopar_kernels.routed_experts import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.effort import examples
+from support.effort import every, examples
 from support.naive_experts import ACTIVATIONS, make, naive, value_and_gradients
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -136,7 +136,9 @@ def test_gradients_of_some_operands_alone(wanted):
     assert_same(value_and_gradients(op, arguments), value_and_gradients(naive, arguments))
 
 
-@pytest.mark.parametrize(("capacity_factor", "bias"), [(0.0, False), (0.7, True)])
+@pytest.mark.parametrize(
+    ("capacity_factor", "bias"), every(2, [(0.7, True), (0.0, False)], unpacked=True)
+)
 def test_torch_library_accepts_the_ops(capacity_factor, bias):
     arguments = make(5, 2, 3, 4, 2, "gated:silu", False, bias)
     torch.library.opcheck(
@@ -239,6 +241,7 @@ def test_activations_are_those_of_transformers():
         )
 
 
+@pytest.mark.slow
 def test_importing_needs_torch_alone():
     code = (
         "import sys, time, torch; t = time.process_time(); import autopar_kernels.routed_experts; s = time.process_time() - t\n"

@@ -86,7 +86,7 @@ def test_prepared_models_equal_transformers_eager_experts_in_fp64(name):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("qwen2_moe", "nemotron_h", "mixtral") else ()) for name in MODELS
+    pytest.param(name, marks=pytest.mark.slow if name in ("qwen2_moe", "nemotron_h", "mixtral", "deepseek_v3") else ()) for name in MODELS
 ])  # fmt: skip
 def test_traces_with_one_op_a_block(name):
     config = transformers.AutoConfig.for_model(**spec(name).config_dict)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.captures import captured_once
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
@@ -310,6 +311,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Batc
 }
 
 
+@captured_once()
 def errors(rank: int, name: str, pins: dict[str, dict]) -> dict[str, float]:
     """On one rank: for each pin, the largest update-relative error over the tolerance of 1e-9."""
     build, batch, _ = KINDS[name]

@@ -42,6 +42,7 @@ def test_layers_that_are_added_are_those_that_tracing_finds(kind):
     assert more > 0 and deepened == whole
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_repeat_as_said_are_traced_whole():
     spec = parse_model("modernbert-base")  # its first layer has a norm less
     few = replace(spec, num_layers=10, config_dict=spec.config_dict | {"num_hidden_layers": 10})

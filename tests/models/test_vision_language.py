@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.captures import captured_once
 from support.effort import slow_but
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+@captured_once()
 def errors(
     rank: int, name: str, pins: dict[str, dict], data: list[dict[str, Tensor]]
 ) -> dict[str, float]:
@@ -67,7 +69,7 @@ def batches(name: str) -> list[dict[str, Tensor]]:
     return [make(seed) for seed in range(2)]
 
 
-@pytest.mark.parametrize("name", slow_but(["CLIP"], CONTRASTIVE))
+@pytest.mark.parametrize("name", slow_but([], CONTRASTIVE))
 def test_losses_over_pairs_of_the_batch_are_exact(pool2, name):
     pins = {"dp": WHOLE["dp"]} if name == "CLIP" else WHOLE
     for found in pool2.run(errors, name, pins, batches(name), timeout_s=600):

@@ -196,6 +196,7 @@ def test_a_mechanism_is_switched_off_by_its_own_values(runs, mechanism):
     assert found <= allowed and (found or not allowed), (found, allowed)
 
 
+@pytest.mark.slow
 def test_what_no_value_touches_is_not_priced_again(runs, monkeypatch):
     monkeypatch.setattr(module, "settle", None)
     whole = evaluate(runs["llama"])

@@ -70,6 +70,7 @@ def test_experts_shared_out_over_tp_are_split_over_it(tmp_path):
     assert over_tp == over_dp
 
 
+@pytest.mark.slow
 def test_predictors_of_later_tokens_are_priced(tmp_path):
     row = MOE | {"extra_opts": "experts=8;topk=2;moe_ffn=64;shared_experts=1", "hidden": "256"}
     plain, later = (

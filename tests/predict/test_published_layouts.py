@@ -48,6 +48,7 @@ def test_a_layout_that_would_not_fit_has_room(tmp_path):
     assert "!" in published_layouts.line(row)
 
 
+@pytest.mark.slow
 def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path, monkeypatch):
     """They keep their shard of an input under a pin alone, and what fits with that fits no other layout."""
     (run,) = runs_of(tmp_path, GPT | {
@@ -68,6 +69,7 @@ def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path, monkeypatch):
     assert free.predicted.step_time_s <= pinned.step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_has_its_reason(tmp_path):
     one = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "extra_opts": "one_layer_fwd+bwd_only;no_flash_attn",
                  "micro_batch": "2", "global_batch_seqs": "2"}  # fmt: skip

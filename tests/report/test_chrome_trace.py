@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from support.effort import every
+from support.effort import slow_but
 from support.report_plans import CASES, plan_of, report_of, request_of, timeline_of, traced_of
 
 from autopar.errors import AutoparError
@@ -29,7 +29,7 @@ def slices(data: dict, pid: int, thread: str) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("case", every(3, CASES))
+@pytest.mark.parametrize("case", slow_but(["interleaved"], CASES))
 def test_the_format_is_right_and_nothing_overlaps(case):
     data = json.loads(json.dumps(trace_data(timeline_of(case), plan_of(case))))
     assert trace_faults(data) == []

@@ -9,6 +9,7 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
+from support.effort import every
 from support.prose import ROOT
 from support.report_pages import answer_of, page_of
 from support.report_plans import CASES, plan_of, report_of, request_of, traced_of
@@ -117,6 +118,7 @@ def test_a_page_is_well_formed_and_its_numbers_are_those_of_the_data(case):
         assert re.search(r"\d", shown), f"{path} is shown as {shown!r}"
 
 
+@pytest.mark.slow
 def test_the_page_has_the_runners_up_of_the_text_and_the_chance_that_it_does_not_fit():
     case = "no pipeline"
     request = replace(request_of(case), pin=Pins(), runners_up=True)
@@ -163,7 +165,9 @@ def test_text_and_page_have_the_same_facts(case):
     assert is_gathered == (case == "ZeRO-3")
 
 
-@pytest.mark.parametrize("name", ["a job that does not fit", "a refused job", "compare", "sweep"])
+@pytest.mark.parametrize(
+    "name", every(2, ["a job that does not fit", "a refused job", "compare", "sweep"])
+)
 def test_pages_of_jobs_and_questions(name):
     """Well formed, without requests, and every number is in the data."""
     text = page_of(name).html()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from support.effort import every
+from support.effort import slow_but
 from support.report_plans import CASES, plan_of, request_of, timeline_of, traced_of
 
 from autopar.recheck.replay import replay
@@ -14,7 +14,7 @@ from autopar.report.timeline import FOLDED_BEYOND
 ONE_STAGE_A_RANK = [case for case in CASES if case != "interleaved"]
 
 
-@pytest.mark.parametrize("case", every(3, CASES))
+@pytest.mark.parametrize("case", slow_but(["interleaved"], CASES))
 def test_seconds_add_up_to_the_replayed_step(case):
     plan, timeline = plan_of(case), timeline_of(case)
     replayed = replay(plan, traced_of(CASES[case][0]), request_of(case))

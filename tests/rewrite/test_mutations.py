@@ -91,9 +91,10 @@ def test_mutations_of_what_is_gathered_again_are_caught(every):
     assert sum(mutation.what == "gather again" for mutation in found) >= (3 if every == 1 else 1)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", pytest.param("hf-llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-tiny", "hf-llama"])
 def test_mutations_of_other_solved_programs_are_caught(name):
-    """Every 10th here, all of them with --runslow."""
+    """Every 10th here, all of them in the test below."""
     check(name, plans(name)["solved"], every=10)
 
 

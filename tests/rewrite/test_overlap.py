@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import every
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
@@ -198,11 +199,15 @@ def _program(model: str, pin: dict[str, int]) -> Program:
 
 @pytest.mark.parametrize(
     ("model", "pin"),
-    [
-        ("llama-tiny", {"tp": 4, "sequence_parallel": True}),
-        ("llama-tiny", {"cp": 2, "tp": 2}),
-        ("gpt-tiny", {"tp": 4}),
-    ],
+    every(
+        2,
+        [
+            ("llama-tiny", {"tp": 4, "sequence_parallel": True}),
+            ("gpt-tiny", {"tp": 4}),
+            ("llama-tiny", {"cp": 2, "tp": 2}),
+        ],
+        unpacked=True,
+    ),
 )
 def test_programs_start_before_they_wait_with_work_between(model, pin):
     program, late = _program(model, pin), 0
@@ -342,6 +347,7 @@ def test_autocast_keeps_its_casts():
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pin", [{"tp": 4}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from support.effort import slow_but
+from support.effort import slow_but, tried
 from support.exactness import (
     MODELS,
     case,
@@ -30,9 +30,7 @@ MESHES = (MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(cp=
 EXPERT_MESHES = (MeshShape(dp=4, ep=2), MeshShape(dp=2, ep=2, tp=2))
 SEEDS = range(1)
 FEW = (
-    ("llama-tiny", MESHES[0]),
-    ("llama-tiny", MESHES[2]),
-    ("gpt-tiny", MESHES[1]),
+    ("llama-tiny", MESHES[1]),
     ("gpt-tiny", MESHES[3]),
 )
 """What runs without --runslow: each mesh once."""
@@ -84,7 +82,7 @@ def test_random_plans_are_exact(pool4, name, mesh):
     for name, mesh in product(MODELS, [mesh for mesh in MESHES if mesh.tp > 1])
 ])  # fmt: skip
 def test_random_plans_that_gather_again_are_exact(pool4, name, mesh):
-    check(pool4, name, mesh, range(200, 202), gathering_again)
+    check(pool4, name, mesh, range(200, tried(201, 202)), gathering_again)
 
 
 @pytest.mark.parametrize("mesh", slow_but(EXPERT_MESHES[1:], EXPERT_MESHES), ids=str)
@@ -92,11 +90,11 @@ def test_random_plans_of_experts_are_exact(pool4, mesh):
     check(pool4, "moe-tiny", mesh, SEEDS)
 
 
-@pytest.mark.parametrize("mesh", slow_but(MESHES[3:], MESHES), ids=str)
+@pytest.mark.parametrize("mesh", slow_but([], MESHES), ids=str)
 @pytest.mark.parametrize("name", slow_but(["gpt-tiny"], ["gpt-tiny", "llama-tiny"]))
 def test_random_plans_of_fused_models_are_exact(pool4, name, mesh):
     """A head that is one op with its loss, over any axis and in any layout."""
-    check(pool4, name, mesh, range(300, 303), fuse="head")
+    check(pool4, name, mesh, range(300, tried(301, 303)), fuse="head")
 
 
 @pytest.mark.slow

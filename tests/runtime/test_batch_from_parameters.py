@@ -156,7 +156,7 @@ def steps(rank: int, name: str, text: str):
 @pytest.mark.parametrize(
     ("name", "dp", "tp", "pp", "number"),
     [
-        pytest.param(name, *layout, marks=pytest.mark.slow if place != turn else ())
+        pytest.param(name, *layout, marks=pytest.mark.slow if place != turn or place % 3 else ())
         for place, name in enumerate(MODELS)
         for turn, layout in enumerate([(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)])
     ],

@@ -148,7 +148,7 @@ def sum_of_losses() -> nn.Module:
 
 @pytest.mark.parametrize(
     "maker",
-    every(3, [by_nonzero, by_where, by_index_add, logs, by_mask, sum_of_losses, loss_of_chosen]),
+    every(6, [by_nonzero, by_where, by_index_add, logs, by_mask, sum_of_losses, loss_of_chosen]),
 )
 def test_they_train_as_on_one_device(pool2, maker):
     assert_exact(pool2, maker)

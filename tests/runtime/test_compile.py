@@ -11,6 +11,7 @@ import torch._dynamo
 from support import dropout_runs as dropping
 from support import half_precision as half
 from support import padded_runs as padding
+from support.effort import tried
 from support.exactness import (
     TOLERANCE,
     case,
@@ -87,7 +88,7 @@ def check(runs: list, name: str, plans: list[Plan]) -> None:
 
 
 def test_programs_of_two_ranks_are_exact_whatever_they_do(pool2):
-    cells = ((TP2, "selective", 2, 0), (DP2, "full", 2, 3))
+    cells = tried(((DP2, "full", 2, 3),), ((TP2, "selective", 2, 0), (DP2, "full", 2, 3)))
     plans = [alone("llama-tiny", *cell) for cell in cells]
     runs = pool2.run(
         compiled_steps, "llama-tiny", [plan.to_json() for plan in plans], TORCH_KERNELS

@@ -81,6 +81,6 @@ def long_convolution() -> nn.Module:
     return Stack(LongConvolution)
 
 
-@pytest.mark.parametrize("maker", every(2, [rotary, recurrence, long_convolution]))
+@pytest.mark.parametrize("maker", every(3, [rotary, recurrence, long_convolution]))
 def test_they_train_as_on_one_device(pool2, maker):
     assert_exact(pool2, maker)

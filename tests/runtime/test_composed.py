@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.checkpoint_runs import agree, load_and_go_on, save_after_two
+from support.effort import tried
 from support.exactness import case, engine_for, run_steps, setting, solved_plan, train, update_error
 from support.half_precision import NEAR, batches, error, model, sgd, traced
 from support.half_precision import reference as half_reference
@@ -54,14 +55,16 @@ def clipped(
 def test_zero_in_pipelines_is_exact(pool4):
     found = case("gpt-tiny")
     expected = train(found.model, found.batches, max_grad_norm=LIMIT)
-    for by_rank in pool4.run(clipped, [plan_of(*cell).to_json() for cell in CELLS], timeout_s=300):
-        for cell, (losses, state, evaluated) in zip(CELLS, by_rank, strict=True):
+    cells = tried(CELLS[::2], CELLS)
+    for by_rank in pool4.run(clipped, [plan_of(*cell).to_json() for cell in cells], timeout_s=300):
+        for cell, (losses, state, evaluated) in zip(cells, by_rank, strict=True):
             assert update_error(expected, state) <= 1.0, (cell, update_error(expected, state))
             assert losses == pytest.approx(
                 expected.losses, abs=1e-9
             ) and evaluated == pytest.approx(by_rank[0][2], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_every_recompute_mode_gathers_under_zero3(pool4):
     found = case("gpt-tiny")
     whole = replace(solved_plan(found.traced, found.annotator, setting(MeshShape(dp=4), 2)), zero=3)
@@ -103,7 +106,7 @@ def alone(name: str, zero: int, mesh: MeshShape) -> str:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("gpt-tiny", "grouped"),
+        pytest.param("gpt-tiny", "grouped", marks=pytest.mark.slow),
         pytest.param("gpt-tiny", "sgd", marks=pytest.mark.slow),
         # gpt's key biases have no gradient but rounding, by whose size Adafactor would divide it
         pytest.param("llama-tiny", "adafactor", marks=pytest.mark.slow),

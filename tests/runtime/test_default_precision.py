@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.captures import captured_once
+from support.effort import every, slow_but
 from support.exactness import moved, sgd, train, update_error
 from torch import Tensor, nn
 
@@ -83,6 +85,7 @@ def batches(kind: type, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     ]
 
 
+@captured_once()
 def train_double(rank: int, pins: list[dict]) -> list[tuple[float, set[torch.dtype]]]:
     """Errors over the tolerance, and the dtypes of what floats afterwards, of each model under each pin, with no precision given."""
     found = []
@@ -111,7 +114,7 @@ def test_a_double_model_stays_double(pool2):
             assert error <= 1.0 and dtypes == {torch.float64}
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", slow_but([Rows], SHAPES))
 @pytest.mark.parametrize(
     ("precision", "own"),
     [
@@ -138,7 +141,12 @@ def test_a_precision_that_is_given_is_that_of_all(kind, precision, own):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.float64, "fp64"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+    ("dtype", "name"),
+    every(
+        2,
+        [(torch.float64, "fp64"), (torch.float16, "fp16"), (torch.bfloat16, "bf16")],
+        unpacked=True,
+    ),
 )
 def test_a_model_keeps_its_dtype_everywhere(dtype, name, capsys):
     model, data = built(Rows, dtype), batches(Rows, dtype)

@@ -34,6 +34,7 @@ def check(model: str, pins: dict[str, Any]) -> None:
     assert [mesh.recompute for mesh in report.meshes] == ["gather"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [MESHES[3], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[:3])],

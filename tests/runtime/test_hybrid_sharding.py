@@ -9,6 +9,7 @@ from math import prod
 import pytest
 from autopar_cost_models import static_bytes
 from support.checkpoint_runs import agree, load_and_go_on, save_after_two
+from support.effort import tried
 from support.exactness import case, reference, run_steps, setting, solved_plan, train, update_error
 from support.half_precision import NEAR, error, traced
 from support.half_precision import reference as half_reference
@@ -62,7 +63,7 @@ def test_groups_are_exact_with_clipping(pool4):
         pool4,
         result,
         "gpt-tiny",
-        cells_of("gpt-tiny", ((DP4, 2, 1, 2), (DP4, 2, 2, 2), (CP2DP2, 2, 1, 1))),
+        cells_of("gpt-tiny", ((DP4, 2, 1, 2), *tried((), ((DP4, 2, 2, 2), (CP2DP2, 2, 1, 1))))),
         0.05,
     )
     check(pool4, result, "gpt-tiny", cells_of("gpt-tiny", ((DP4, 2, 3, 2),), "full"), 0.05)
@@ -120,7 +121,7 @@ def test_groups_on_eight_ranks():
 
 def test_every_cell_of_the_table_within_groups(pool4):
     """What is divided by the ranks of a group, and the one all-reduce between groups, of parts."""
-    cells = [(1, 1), (2, 2), (3, 2)]
+    cells = tried([(3, 2)], [(1, 1), (2, 2), (3, 2)])
     trained = [spec for spec in case("llama-tiny").traced.parameters.values() if spec.trainable]
     texts = [replace(plan_of(*cell), shard=2).to_json() for cell in cells]
     for by_rank in pool4.run(observe, texts, timeout_s=300):
@@ -145,7 +146,8 @@ def alone(name: str, zero: int, mesh: MeshShape, shard: int = 0) -> str:
     ).to_json()
 
 
-@pytest.mark.parametrize(("optimizer", "back"), [("adamw", False), *(pytest.param(name, True, marks=pytest.mark.slow)
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "back"), [("adamw", False), *(pytest.param(name, True)
                                                                  for name in ("adamw", "adafactor"))])  # fmt: skip
 def test_checkpoints(pool4, tmp_path, optimizer, back):
     """What groups save another plan and one process load, and back."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import tried
 from support.exactness import run_steps, sgd, train, update_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -100,6 +101,7 @@ def check(results: list[dict[str, float | str]]) -> None:
             assert isinstance(error, float) and error <= 1, f"{name}: {error}"
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_device():
     check([errors(0, 1, [(loss, {"micro_batch": 4}) for loss in LOSSES])])
 
@@ -111,7 +113,7 @@ def test_two_ranks(pool2):
         ("terms of several kinds", {"dp": 2, "micro_batch": 2}),
         ("terms of several kinds", {"tp": 2, "micro_batch": 4}),
     ]
-    check(pool2.run(errors, 2, cells))
+    check(pool2.run(errors, 2, tried(cells[1:3], cells)))
 
 
 @pytest.mark.slow

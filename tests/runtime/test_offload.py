@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.effort import every
+from support.effort import every, tried
 from support.exactness import (
     case,
     engine_for,
@@ -78,10 +78,11 @@ def apart(engine) -> bool:
 @pytest.mark.parametrize("cells", [
     ((DP2, 0, 2, "none", "optimizer"), (DP2, 1, 1, "none", "optimizer"), (DP2, 2, 2, "none", "optimizer"), (DP2, 3, 1, "full", "optimizer"),
      (TP2, 0, 1, "none", "optimizer"), (PP2, 0, 2, "none", "optimizer")),
-    ((DP2, 0, 2, "none", "parameters"), (DP2, 3, 2, "none", "parameters"), (DP2, 3, 1, "full", "parameters"),
-     (TP2, 0, 1, "full", "parameters")),
+    ((DP2, 0, 2, "none", "parameters"), (DP2, 3, 2, "none", "parameters"), (TP2, 0, 1, "full", "parameters"),
+     (DP2, 3, 1, "full", "parameters")),
 ], ids=["optimizer", "parameters"])  # fmt: skip
 def test_offloaded_updates_are_exact(pool2, cells):
+    cells = tried(cells[3:], cells)  # ZeRO-3, and what has no data parallelism
     for by_rank in pool2.run(
         offloaded_steps, [plan_of(*cell).to_json() for cell in cells], timeout_s=300
     ):
@@ -111,7 +112,7 @@ def same(one, other) -> bool:
     return all(torch.equal(value, state[name]) for name, value in one.full_state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["optimizer", "parameters"])
+@pytest.mark.parametrize("kind", every(2, ["parameters", "optimizer"]))
 @pytest.mark.parametrize("precision", every(3, ["bf16", "fp32", "fp16"]))
 def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision, kind):
     one, other = (tiny_engine(offload, precision) for offload in ("none", kind))
@@ -159,11 +160,11 @@ def test_checkpoints_load_with_and_without(first, then, tmp_path):
 
 
 def big_plan(cluster: ClusterSpec, **pin) -> Plan:
-    model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
+    spec = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     pin = {"tp": 1, "micro_batch": 1, "recompute": "full", "zero": 0} | pin
-    return autopar.plan(
-        model.build("meta"), cluster, model.example_inputs(1, 512), 8, pin, time_limit_s=10
-    )
+    model, inputs = spec.build("meta"), spec.example_inputs(2, 512)
+    traced = autopar.api.trace_spec(spec, 512)
+    return autopar.plan(model, cluster, inputs, 8, pin, time_limit_s=10, traced=traced)
 
 
 def test_its_price_is_the_transfers_and_the_hosts_memory():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.effort import every
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +69,7 @@ def test_both_parts_together_are_a_backward_in_one(checkpointed):
         assert torch.allclose(parameter.grad, 3 * grad, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", every(2, [True, False]))
 def test_between_the_parts_only_operands_of_weights_stay(checkpointed):
     model, x = case(checkpointed)
     parted, own = PartedBackward(), x.clone().requires_grad_()

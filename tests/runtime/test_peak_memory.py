@@ -207,7 +207,9 @@ SLOW = ("llama dp2 zero1 offloaded bf16", "llama offloaded", "hugging face dp2 t
         "gpt recomputed but for dear ops", "llama attention recomputed", "one mask recomputed", "encoded once recomputed",
         "gpt parameters offloaded recomputed", "llama dp2 zero3 parameters offloaded bf16", "llama dp2 zero2", "llama dp4 zero3",
         "gpt dp2 zero3 bf16", "gpt", "llama dp2 zero1 bf16", "llama tp4 gathered again", "gpt tp2 gathered again",
-        "gpt recomputed", "llama tp2 sequence parallel", "one mask")  # fmt: skip
+        "gpt recomputed", "llama tp2 sequence parallel", "one mask",
+        "gpt dp4 zero3 recomputed", "llama tp2", "llama dp4 zero1 in pairs", "encoded once",
+        "llama tp2 gathered again")  # fmt: skip
 
 
 @pytest.mark.parametrize(

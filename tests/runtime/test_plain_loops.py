@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.captures import captured_once
 from support.exactness import Reference, moved, update_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -155,6 +156,7 @@ def eager(name: str, train: list[Text], held_out: list[Text]) -> tuple[Reference
     return Reference(losses, before, model.state_dict()), evaluations
 
 
+@captured_once()
 def parallel(
     name: str, pin: dict, train: list[Text], held_out: list[Text], directory: Path
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.captures import captured_once
 from support.exactness import sgd
 from torch import Tensor, nn
 
@@ -94,6 +95,7 @@ def test_a_rank_reads_its_experts_alone(name, tmp_path):
         assert len(opened) == recipe.rows * 3 and all(key in recipe.sources for key in opened)
 
 
+@captured_once()
 def loaded(rank: int, name: str, directory: str, layouts: tuple) -> list[dict[str, Tensor]]:
     batch, states = spec_of(name).example_inputs(4, 16, "cpu"), []
     for pin in layouts:
@@ -108,7 +110,7 @@ def loaded(rank: int, name: str, directory: str, layouts: tuple) -> list[dict[st
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("mixtral", LAYOUTS[1:2]),
+        pytest.param("mixtral", LAYOUTS[1:2], marks=pytest.mark.slow),
         *(
             pytest.param(name, LAYOUTS, marks=pytest.mark.slow)
             for name in ("mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss")

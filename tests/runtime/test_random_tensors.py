@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.effort import every
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,8 +69,8 @@ def test_they_have_rules_and_no_note(maker):
     assert "without a rule" not in words and "other random numbers" not in words
 
 
-@pytest.mark.parametrize("maker", [noisy, diffused])
-@pytest.mark.parametrize("pin", [{"dp": 2}, {"tp": 2}, {"dp": 1, "micro_batch": 2}])
+@pytest.mark.parametrize("maker", every(2, [noisy, diffused]))
+@pytest.mark.parametrize("pin", every(2, [{"dp": 2}, {"tp": 2}, {"dp": 1, "micro_batch": 2}]))
 def test_every_plan_draws_the_numbers_of_one_device(maker, pin):
     report = verify(maker, nproc=2 if "micro_batch" not in pin else 1, pin=pin, rows=8)
     assert report.exact, report.meshes[0]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.checkpoint_runs import agree, load_and_go_on, save_after_two
+from support.effort import slow_but
 from support.exactness import case, setting, solved_plan
 from support.pipeline_runs import check
 from support.staged_runs import pipelined
@@ -36,7 +37,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_but(["moe-tiny"], PLANS))
 def test_every_axis_is_exact_wherever_it_lies(pool4, name):
     plans = PLANS[name]()
     assert all(plan.mesh.order for plan in plans)

@@ -104,7 +104,7 @@ def check(results: list[dict[str, float | str]]) -> None:
     "pin", every(2, [{"dp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 4}])
 )
 def test_two_ranks_divide_and_weigh_as_one_device_does(pool2, pin):
-    check(pool2.run(errors, 2, [pin], examples(2, 1)))
+    check(pool2.run(errors, 2, [pin], examples(4, 1)))
 
 
 @pytest.mark.slow

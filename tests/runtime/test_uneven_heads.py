@@ -53,7 +53,7 @@ def one_head() -> nn.Module:
 @pytest.mark.parametrize(
     "maker",
     slow_but(
-        [three_heads_of_one_key, three_heads_by_hand, one_head],
+        [three_heads_of_one_key],
         [three_heads, three_heads_of_one_key, three_heads_by_hand, one_head],
     ),
 )

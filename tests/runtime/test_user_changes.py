@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.effort import tried
 from support.exactness import Reference, moved, update_error
 from support.updated_models import (
+    CELLS,
     PAIRS,
     STEPS,
     Updated,
@@ -33,6 +35,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime.engine import Engine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plans() -> None:
+    """Made here, so that ranks which are forked from now on have them."""
+    for cell in CELLS:
+        plan_of(cell)
 
 
 @dataclass(frozen=True)
@@ -478,7 +487,9 @@ def read_in_hooks(rank: int, cells: list[str]) -> list[Any]:
 
 def test_a_hook_that_reads_parts_is_refused_with_a_way_that_is_exact(pool2):
     reference = eager(decaying)
-    for found in pool2.run(read_in_hooks, ["dp2", "zero3", "pp2", "tp2"], timeout_s=200):
+    for found in pool2.run(
+        read_in_hooks, tried(["zero3", "tp2"], ["dp2", "zero3", "pp2", "tp2"]), timeout_s=200
+    ):
         assert [one for one in found if one == "refused"] == ["refused"] * 2
         for state in found:
             assert state == "refused" or update_error(reference, state) <= 1.0

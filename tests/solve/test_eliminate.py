@@ -270,7 +270,7 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
     ("schedule", "ranks", "most"),
     [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)],
 )
-@settings(max_examples=examples(3, 12))
+@settings(max_examples=examples(2, 12))
 # the last segment of the best placement gives back more than that of the leanest
 @example(seed=413665, tight=0.0)
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
@@ -402,7 +402,7 @@ def with_heavy_end(model: AnnotatedModel, times: int, unique: bool) -> Annotated
 
 
 @pytest.mark.parametrize("unique", [False, True])
-@settings(max_examples=examples(3, 15))
+@settings(max_examples=examples(1, 15))
 @example(seed=303, times=5)
 @given(seed=st.integers(0, 10**6), times=st.integers(1, 8))
 def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(

@@ -33,6 +33,7 @@ def test_the_hasty_glance_is_below_the_glance():
     assert lower, "conversions are what the hasty one leaves out"
 
 
+@pytest.mark.slow
 def test_what_a_search_says_is_true_with_hasty_bounds(monkeypatch):
     monkeypatch.setattr(branch_and_bound, "_MANY_CELLS", 0)
     for seed in range(12):

@@ -217,7 +217,7 @@ def test_upper_bound_only_cuts_slower_placements(seed, factor):
 
 def test_one_huge_cost_does_not_blur_the_others():
     """A penalty of 1e12 s would make the quantum coarse: the second pass restores the resolution."""
-    for seed in range(40):
+    for seed in range(examples(15, 40)):
         model = random_model(seed)
         block = model.classes[0]
         values = {
@@ -344,6 +344,7 @@ def test_a_time_limit_leaves_an_honest_bound():
         assert hurried.reason == "time limit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [None, 0.7, 0.5, 0.3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_speed_on_a_transformer(recompute, fraction, capsys):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.brute_force import brute_force
+from support.effort import every, examples
 from support.solve_models import random_model, transformer
 
 from autopar.ir.mesh import MeshShape
@@ -24,7 +25,10 @@ from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.staged_placement import Staged
 
 several = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=examples(10, 30),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -88,14 +92,14 @@ def check_outcomes(result, order, exact) -> None:
                 assert outcome["time_s"] == pytest.approx(found.time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("lie", [1.0, 0.0])
+@pytest.mark.parametrize("lie", every(2, [0.0, 1.0]))
 def test_loose_bounds_cost_time_but_never_the_optimum(lie, monkeypatch):
     """With the quick bound at zero, the candidates are relaxed in the given order, worst first."""
     from autopar.solve.search import fixed_candidates as module
 
     quick = module.quick_time_bound
     monkeypatch.setattr(module, "quick_time_bound", lambda model: lie * quick(model))
-    for seed in range(30):
+    for seed in range(examples(10, 30)):
         models = some_candidates(seed)
         times = {
             c: found.time_s
@@ -150,6 +154,7 @@ def test_no_candidates():
     assert result.status == "infeasible" and result.best is None and result.smallest is None
 
 
+@pytest.mark.slow
 def test_speed_of_a_search(capsys):
     """48 candidates of a 32-layer transformer; printed, not asserted."""
     models = {}

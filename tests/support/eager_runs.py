@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from support.captures import captured_once
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
@@ -55,6 +56,7 @@ def paragraph(error: Exception) -> str:
     return message
 
 
+@captured_once()
 def errors(
     rank: int, build: Callable[[], nn.Module], pins: list[str], data: list[dict[str, Tensor]]
 ) -> list[float]:

@@ -18,10 +18,20 @@ def examples(few: int, many: int) -> int:
     return many if RUNSLOW in os.environ else few
 
 
-def every(step: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test, of which all but the first and each `step`-th after it are slow."""
+def tried(few: Any, many: Any) -> Any:
+    """What a test goes through in one run: `many` under `--runslow`, else `few` of them."""
+    return many if RUNSLOW in os.environ else few
+
+
+def every(step: int, values: Iterable[Any], unpacked: bool = False) -> list[Any]:
+    """Parameters of a test, of which all but the first and each `step`-th after it are slow.
+
+    With `unpacked`, a value is a tuple with a part for each name.
+    """
     return [
-        pytest.param(value, marks=pytest.mark.slow if place % step else ())
+        pytest.param(
+            *(value if unpacked else (value,)), marks=pytest.mark.slow if place % step else ()
+        )
         for place, value in enumerate(values)
     ]
 

@@ -61,7 +61,7 @@ class Task:
 def task(name: str = "llama-tiny", cluster: str = "h100:8", batch: int = 16, seq: int = 32) -> Task:
     spec = parse_model(name)
     model, inputs = spec.build("meta"), spec.example_inputs(2, seq)
-    return Task(model, inputs, api.trace(model, inputs), ClusterSpec.parse(cluster), batch)
+    return Task(model, inputs, api.trace_spec(spec, seq), ClusterSpec.parse(cluster), batch)
 
 
 def text_of(renderable: Any, width: int = 80) -> str:

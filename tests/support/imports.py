@@ -42,6 +42,7 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
 def imported(name: str) -> set[str]:
     """Absolute names that a module of the product imports anywhere in its file."""
     return imports_of(modules()[name], name)
@@ -118,19 +119,20 @@ class Place:
         return f"{self.size:5d}  {self.where}  {self.name}"
 
 
-def _places() -> Iterator[tuple[ast.AST, str, Path]]:
+def _places(kinds: type | tuple[type, ...]) -> Iterator[tuple[ast.AST, str]]:
+    """Nodes of `kinds` in the product, and where each begins."""
     for path in modules().values():
         for node in ast.walk(tree(path)):
-            if hasattr(node, "lineno"):
-                yield node, f"{path.relative_to(ROOT)}:{node.lineno}", path
+            if isinstance(node, kinds):
+                yield node, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def long_definitions(kinds: type | tuple[type, ...], lines: int) -> list[Place]:
     """Functions or classes of more than `lines` lines of code, longest first.  Docstrings do not count: public ones list arguments."""
     found = [
-        Place(node.name, where, code_lines(node))
-        for node, where, _ in _places()
-        if isinstance(node, kinds) and code_lines(node) > lines
+        Place(node.name, where, size)
+        for node, where in _places(kinds)
+        if node.end_lineno - node.lineno >= lines and (size := code_lines(node)) > lines
     ]
     return sorted(found, key=lambda place: -place.size)
 
@@ -151,8 +153,8 @@ def long_calls(positional: int) -> list[Place]:
     """Calls with at least `positional` positional arguments."""
     return [
         Place(ast.unparse(node.func)[:60], where, len(node.args))
-        for node, where, _ in _places()
-        if isinstance(node, ast.Call) and len(node.args) >= positional
+        for node, where in _places(ast.Call)
+        if len(node.args) >= positional
     ]
 
 

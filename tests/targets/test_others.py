@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.errors import AutoparError
 from autopar.targets.accelerate import ACCELERATE
@@ -324,7 +325,7 @@ _KNOWN = {  # what a file of a target says of a layout; the rest stands in the t
 
 @pytest.mark.parametrize("name", _KNOWN)
 @given(job=layouts())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40, 200), deadline=None)
 def test_what_is_written_is_read_back(name: str, job: Job) -> None:
     target = TARGETS[name]
     job = replace(job, framework=name)
@@ -386,7 +387,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 def test_odd_values_are_findings_or_errors(name: str, data: st.DataObject) -> None:
     values = data.draw(st.dictionaries(st.sampled_from(NAMES[name].split()), VALUES, max_size=9))
     try:

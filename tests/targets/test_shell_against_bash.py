@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import bash_runs
 from support.bash_runs import disagreement
+from support.effort import examples
 
 GRAMMAR = {
     "S": ["A", "B", "NAME"],
@@ -118,7 +119,7 @@ any_script = given(scripts(), st.lists(st.sampled_from(ARGUMENTS), max_size=3))
 
 
 @any_script
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80, 200), suppress_health_check=list(HealthCheck))
 def test_what_is_claimed_is_what_bash_does(text: str, args: list[str]) -> None:
     check(text, args)
 

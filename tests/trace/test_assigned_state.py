@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.captures import captured_once
 from support.eager_runs import paragraph
 from support.effort import every
 from support.state_runs import PINS, WIDTH, Stateful, batches, error, made
@@ -413,6 +414,7 @@ def test_it_trains_as_in_eager_pytorch(change):
         assert error(build(change), PINS[pin], 1) <= 1, pin
 
 
+@captured_once()
 def errors(rank: int, change, pins: list[str]) -> list[float]:
     return [error(build(change), PINS[pin], 2) for pin in pins]
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from support.captures import captured_once
 from support.eager_runs import ROWS, batches, errors, paragraph
 from support.effort import every
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
@@ -270,7 +271,7 @@ def test_they_are_refused_by_name_or_line(name):
     paragraph(refused.value)
 
 
-@pytest.mark.parametrize("name", every(2, ADVISED))
+@pytest.mark.parametrize("name", every(3, ADVISED))
 def test_what_is_advised_trains_exactly(pool2, name):
     for found in pool2.run(errors, functools.partial(advised, name), ADVISED[name][1], batches()):
         assert max(found) <= 1, found
@@ -327,6 +328,7 @@ DRAWS = {
 }
 
 
+@captured_once()
 def drawn(rank: int, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Losses of three steps on one batch, without and with training, and the parameters after."""
     found = []
@@ -340,7 +342,7 @@ def drawn(rank: int, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", every(2, DRAWS))
 def test_draws_with_torch_ops_are_those_of_each_step(pool2, name):
     """Anew in each step; on all ranks alike where all hold the same."""
     one, other = pool2.run(drawn, name)
@@ -437,7 +439,7 @@ def test_losses_and_inputs_that_are_refused(given, loss_fn, words):
     paragraph(refused.value)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", every(2, LOSSES))
 def test_losses_as_advised_train_exactly(pool2, name):
     for found in pool2.run(loss_errors, name):
         assert max(found) <= 1, found

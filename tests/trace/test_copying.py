@@ -52,7 +52,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", every(3, HELD))
 def test_what_it_holds_is_no_hindrance(name):
     value = HELD[name]()
     model = Model(held=value)
@@ -193,7 +193,7 @@ def reread(change: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("change", ["register", "kept"])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", every(3, KEPT))
 def test_buffers_changed_in_place_and_read_elsewhere(name, change):
     model = averaged(name, change)
     traced = trace(model, {"x": torch.ones(4, 6)})
@@ -201,7 +201,7 @@ def test_buffers_changed_in_place_and_read_elsewhere(name, change):
     assert torch.equal(model.average, torch.zeros(6)) and model.read() is model.average
 
 
-@pytest.mark.parametrize("change", ["register", "kept"])
+@pytest.mark.parametrize("change", every(2, ["register", "kept"]))
 def test_they_train_as_in_eager_pytorch(pool2, change):
     for found in pool2.run(errors, functools.partial(reread, change), [*WHOLE], batches()):
         assert max(found) <= 1, found

@@ -78,7 +78,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", every(2, REFUSED))
 def test_they_are_refused_by_line(name, capfd):
     function, text = REFUSED[name]
     start = time.perf_counter()
@@ -154,7 +154,7 @@ def build(name: str) -> nn.Module:
     return Model(ADVICE[name])
 
 
-@pytest.mark.parametrize("name", every(3, ADVICE))
+@pytest.mark.parametrize("name", every(6, ADVICE))
 def test_the_advice_is_exact(pool2, name):
     for found in pool2.run(errors, functools.partial(build, name), [*PINS], batches()):
         assert max(found) <= 1, found

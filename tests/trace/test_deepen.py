@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.effort import slow_but
 from torch import nn
 
 from autopar.api import parallelize, trace, trace_spec
@@ -115,7 +116,7 @@ def data_of(traced) -> dict:
 
 SLOW = ("gpt, alibi, window, parallel", "llama, tied", "llama, three windows", "moe, shared, capacity", "moe, two later tokens",
         "moe, dense first, windows", "moe, no balance", "moe, latent, a later token", "moe, dense first", "llama, windows",
-        "llama, windows, uneven", "gpt, dropout, written out",
+        "llama, windows, uneven", "gpt, dropout, written out", "moe", "llama", "gpt",
         "moe, every second, windows", "moe, every third, no balance")  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def test_deepened_is_deep(name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if "windows" not in name else ()) for name in WHOLE],
+    slow_but(["gpt"], WHOLE),
 )
 def test_what_shows_too_few_layers_is_captured_whole(name):
     spec = spec_of(WHOLE[name])
@@ -143,7 +144,7 @@ def test_what_shows_too_few_layers_is_captured_whole(name):
 @pytest.mark.parametrize(("config", "period", "message"), [
     (replace(GPT, layers=2), 1, "2 layers of blocks do not show what repeats: a period of 1 takes 3"),
     (replace(LLAMA, window=8, window_every=2, layers=4), 1, "are not two equal periods of 1"),
-    (replace(MOE, layers=3), 1, "are not two equal periods of 1"),
+    pytest.param(replace(MOE, layers=3), 1, "are not two equal periods of 1", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_does_not_repeat_is_refused(config, period, message):
     spec = spec_of(config)
@@ -172,7 +173,7 @@ def test_plans_are_equal(name):
 
 
 def test_a_plan_of_a_deepened_model_trains_it():
-    spec, cluster = spec_of(MODELS["moe"]), ClusterSpec.parse("cpu:1")
+    spec, cluster = spec_of(MODELS["gpt"]), ClusterSpec.parse("cpu:1")
     request = PlanRequest(cluster, 2, Pins(), "fp32", True, spec.name)
     plan = plan_traced(trace_spec(spec, SEQ, "fp32"), request)
     batch = spec.example_inputs(2, SEQ, "cpu")

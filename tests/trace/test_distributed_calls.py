@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as with_gradients
 import torch.nn.functional as F
+from support.captures import captured_once
 from support.eager_runs import paragraph
 from support.effort import every
 from support.exactness import Reference
@@ -226,6 +227,7 @@ def one_process():
         dist.destroy_process_group()
 
 
+@captured_once()
 def errors(rank: int, change, pins: list[str], results: dict[str, Reference]) -> list[float]:
     return [error(build(change), PINS[pin], 2, results[pin]) for pin in pins]
 

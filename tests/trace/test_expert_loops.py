@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.effort import every
+from support.captures import captured_once
+from support.effort import every, slow_but
 from support.exactness import moved, run_steps, sgd, train_in_place, update_error
-from support.expert_loops import BLOCKS, OTHERS, REFUSED, Block, Litgpt, Net, batch
+from support.expert_loops import (
+    BLOCKS,
+    OTHERS,
+    REFUSED,
+    Block,
+    Compared,
+    Counted,
+    Litgpt,
+    Net,
+    batch,
+)
 from support.spelled_graphs import assert_computes_the_same
 from torch import nn
 
@@ -47,31 +58,33 @@ def example() -> torch.Tensor:
     return torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("block", every(2, BLOCKS))
+@pytest.mark.parametrize("block", every(8, BLOCKS))
 def test_a_loop_is_one_op_that_computes_the_same(block):
     found = names([assert_computes_the_same(Frozen(block), example())])
     assert found.count("autopar::routed_experts") == 1
     assert not {"aten::where", "aten::index_add", "aten::index_put"}.intersection(found)
 
 
-@pytest.mark.parametrize("block", every(2, OTHERS))
+@pytest.mark.parametrize("block", every(3, OTHERS))
 def test_other_loops_stay_and_compute_the_same(block):
     found = names([assert_computes_the_same(Frozen(block), example())])
     assert "autopar::routed_experts" not in found
 
 
-@pytest.mark.parametrize("block", every(4, REFUSED))
+@pytest.mark.parametrize("block", slow_but([Counted], REFUSED))
 def test_code_for_hit_experts_that_does_more_or_less_is_refused(block):
     with pytest.raises(AutoparError, match=r"for the experts that got a token|depends on data"):
         trace(Net(block).double(), batch(0))
 
 
+@pytest.mark.slow
 def test_experts_that_are_one_op_have_no_note():
     traced = trace(Net(Litgpt).double(), batch(0))
     assert not any("boolean indexing" in note for note in traced.notes)
     assert names(c.graph for c in traced.classes).count("autopar::routed_experts")
 
 
+@captured_once()
 def errors(rank: int, block: type[Block], pins: dict[str, dict]) -> dict[str, float]:
     """On one rank: for each pin, the largest update-relative error over the tolerance of 1e-9."""
     data, found = [batch(seed) for seed in range(3)], {}
@@ -93,7 +106,7 @@ def errors(rank: int, block: type[Block], pins: dict[str, dict]) -> dict[str, fl
 @pytest.mark.parametrize(
     ("block", "pins"),
     [
-        (Litgpt, ["ep"]),
+        (Compared, ["ep"]),
         *(pytest.param(block, [*PINS], marks=pytest.mark.slow) for block in BLOCKS),
     ],
 )

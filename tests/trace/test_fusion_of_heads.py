@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.effort import every
 from torch import Tensor, nn
 
 from autopar.api import trace
@@ -111,8 +112,8 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]))
+@pytest.mark.parametrize("name", every(2, SPELLINGS))
 def test_a_head_and_its_loss(name, dtype):
     body, attributes = SPELLINGS[name]
     model = fused_from(body, dtype)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.effort import every
 from support.fusion_graphs import WIDTH, calls, fused_from
 
 from autopar.ir.calls import op_name
@@ -90,7 +91,7 @@ def test_factors_without_a_finite_inverse_or_square(factor):
     only(fused_from(body, mode="all"), "autopar::glu")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", every(2, OTHERS))
 def test_what_is_no_gated_activation_stays(name):
     model = fused_from(OTHERS[name], mode="all")
     assert not model.fusion.fused and all(op.startswith("aten::") for op in calls(model))
@@ -122,7 +123,7 @@ BIASED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("name", BIASED)
 def test_activations_after_a_bias(name, dtype):
     body, act = BIASED[name]
@@ -148,7 +149,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", every(2, ALONE))
 def test_other_activations_stay(name):
     assert not fused_from(ALONE[name], mode="all").fusion.fused
 
@@ -199,7 +200,7 @@ def attributes(interleaved=False, **others):
     } | others
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("sign", every(2, [-1.0, 1.0]))
 @pytest.mark.parametrize("turn", [turned_halves, turned_slices, turned_neighbours, turned_back])
 def test_rotary_positions(turn, sign):
     neighbours = turn is turned_neighbours
@@ -259,7 +260,7 @@ def test_tables_of_no_dim_stay():
     assert not model.fusion.fused and "tables of shape ()" in model.fusion.missed[0].reason
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("sign", every(2, [-1.0, 1.0]))
 @pytest.mark.parametrize(
     ("read", "write"),
     [("halves", "halves"), ("neighbours", "neighbours"), ("neighbours", "halves")],
@@ -428,6 +429,6 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", every(2, PLAIN))
 def test_other_softmaxes_stay(name):
     assert not fused_from(PLAIN[name], mode="all").fusion.fused

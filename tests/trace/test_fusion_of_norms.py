@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.effort import examples
+from support.effort import every, examples
 from support.fusion_graphs import WIDTH, calls, fused_from, traced
 
 from autopar.ir.fusion import Fusion
@@ -113,7 +113,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", every(2, BODIES), ids=lambda body: body.__name__)
 def test_where_a_norm_rounds_is_an_attribute(body):
     model = fused_from(body, torch.bfloat16)
     (op,) = model.fusion.fused
@@ -167,7 +167,7 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("body", NEAR, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", every(2, NEAR), ids=lambda body: body.__name__)
 def test_a_near_miss_stays_and_says_why(body):
     model = fused_from(body)
     assert not model.fusion.fused and unlike_ours(model)
@@ -203,7 +203,7 @@ def detached(x, w, v):
 OTHERS = (off_by_a_constant, outside_of_the_root, over_another_dim, over_no_root, detached)
 
 
-@pytest.mark.parametrize("body", OTHERS, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", every(2, OTHERS), ids=lambda body: body.__name__)
 def test_what_differs_in_a_constant_or_a_dim_stays(body):
     model = fused_from(body)
     assert not model.fusion.fused and unlike_ours(model)
@@ -369,7 +369,7 @@ def gated_before(x, w, v):
 
 
 @pytest.mark.parametrize("mode", ["norms", "all"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("body", [gated_after, gated_before])
 def test_a_gate_before_or_after_a_norm(body, dtype, mode):
     (only,) = fused_from(body, dtype, mode).fusion.fused

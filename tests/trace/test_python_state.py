@@ -372,7 +372,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", every(3, DRAWS))
 def test_draws_are_refused_by_line(name):
     function, attributes, whose = DRAWS[name]
     model = Model(function, **attributes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from support.state_generator import Step, outcome, steps
 
 NUMBERS = st.sampled_from([1, 2])
@@ -22,7 +23,7 @@ PAST_ITS_GRADIENT = (
 QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(max_examples=6, **QUIET)
+@settings(max_examples=examples(3, 6), **QUIET)
 @given(program=steps(), number=NUMBERS)
 @example(program=UNUSED_BEFORE_NO_GRAD, number=1)
 @example(program=PAST_ITS_GRADIENT, number=1)

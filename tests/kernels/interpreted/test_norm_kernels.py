@@ -37,7 +37,7 @@ def unfused_rms(x, weight, gate, wide, offset, cast, groups, gate_first, eps=1e-
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(2, 60))
+@settings(max_examples=examples(1, 60))
 @given(
     ROWS, COLUMNS, DTYPES, CASTS, st.sampled_from([0.0, 1.0]), st.booleans(),
     LAYOUTS, st.sampled_from(["plain", "padded", "every_other", "transposed", "expanded"]),
@@ -58,7 +58,7 @@ def test_rms_norm(rows, columns, dtype, cast, offset, weighted, layout, gradient
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(2, 60))
+@settings(max_examples=examples(1, 60))
 @given(
     ROWS, st.sampled_from([1, 5, 130]), st.sampled_from([1, 2, 3]), DTYPES, st.booleans(),
     LAYOUTS, LAYOUTS,
@@ -79,7 +79,7 @@ def test_gates_and_groups(rows, size, groups, dtype, gate_first, of_x, of_gate):
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(2, 60))
+@settings(max_examples=examples(1, 60))
 @given(ROWS, COLUMNS, DTYPES, LAYOUTS, LAYOUTS, st.booleans(), st.booleans())
 @example((2, 5), 129, torch.float16, "every_other", "transposed", False, False)
 @example((2, 5), 129, torch.bfloat16, "plain", "plain", True, True)
@@ -117,7 +117,7 @@ def test_addition_before_a_norm(rows, columns, dtype, of_x, of_residual, layer, 
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(2, 60))
+@settings(max_examples=examples(1, 60))
 @given(ROWS, COLUMNS.filter(lambda n: n > 1), DTYPES, LAYOUTS, st.booleans(), st.booleans())
 @example((3, 1, 4), 257, torch.float16, "every_other", True, True)
 def test_layer_norm(rows, columns, dtype, layout, weighted, biased):
