@@ -23,7 +23,7 @@ def triangular_solves(model: nn.Module) -> Iterator[None]:
     That is 64 in-place updates per layer: capture takes minutes, and the graph has thousands of
     ops.
     """
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    files = {sys.modules.get(type(module).__module__) for module in model.modules()} - {None}
     changed = {
         file: getattr(file, _ASKS)
         for file in files

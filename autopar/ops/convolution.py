@@ -105,6 +105,25 @@ def _spatial(space: int, linear: bool) -> Rule:
     return keep_dims(last_dims(space), linear=linear, even=True)
 
 
+def _spatial_gradient(space: int) -> Rule:
+    """A rule for the gradient of an op over the last `space` dims, which cannot be sharded. All
+    operands have the other dims, and the op is linear in the first, the gradient of the result.
+    """
+
+    def rule(call: Call) -> OpDims:
+        others = tuple(f"d{k}" for k in range(call.tensors[0].dim() - space))
+        letters = lambda mark: (*others, *(f"!{mark}{k}" for k in range(space)))  # noqa: E731
+        return OpDims(
+            tuple(letters(f"{place}_") for place in range(len(call.tensors))),
+            (letters("r"),),
+            dict(zip(others, call.tensors[0].shape, strict=False)),
+            linear=(frozenset({0}),),
+            even=frozenset(others),
+        )
+
+    return rule
+
+
 CONVOLUTIONS: dict[str, Rule] = {
     **dict.fromkeys(
         words(
@@ -119,6 +138,17 @@ CONVOLUTIONS: dict[str, Rule] = {
         for n in (1, 2, 3)
         for kind in ("max", "avg", "adaptive_avg")
     },
+    **{
+        name.format(n): _spatial(n, name.startswith("_"))
+        for n in (2, 3)
+        for name in ("_adaptive_avg_pool{}d", "max_pool{}d_with_indices")
+    },
+    **{
+        f"{name.format(n)}_backward": _spatial_gradient(n)
+        for n in (2, 3)
+        for name in ("avg_pool{}d", "_adaptive_avg_pool{}d")
+    },
+    "max_pool2d_with_indices_backward": _spatial_gradient(2),
     **{f"upsample_nearest{n}d": _spatial(n, True) for n in (1, 2, 3)},
     "upsample_linear1d": _spatial(1, True),
     "upsample_bilinear2d": _spatial(2, True),

@@ -59,8 +59,8 @@ def attention_heads(traced: TracedModel) -> tuple[int, ...]:
     the batch. Cached for each model.
     """
     queries = [call.tensors[0] for call in calls_of(traced, "aten::scaled_dot_product_attention")]
-    heads = dict.fromkeys(query.shape[-3] for query in queries if query.dim() > 2)
-    return tuple(int(count) for count in heads if not is_symbolic(count))
+    heads = [query.shape[-3] for query in queries if query.dim() > 2]
+    return tuple(dict.fromkeys(int(count) for count in heads if not is_symbolic(count)))
 
 
 def calls_of(traced: TracedModel, op: str) -> list[Call]:

@@ -33,7 +33,13 @@ from autopar.trace.loss_of_output import arguments_of, loss_of, target_name
 from autopar.trace.nested import rebuilt
 from autopar.trace.one_process import OneProcess, check_kept_sizes
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
-from autopar.trace.refusals import check_symbols, check_values, own_generator, why_not_captured
+from autopar.trace.refusals import (
+    check_symbols,
+    check_trains,
+    check_values,
+    own_generator,
+    why_not_captured,
+)
 from autopar.trace.refused_hooks import refuse_wrappers
 from autopar.trace.running_statistics import cumulative_averages
 from autopar.trace.user_lines import line_of_nodes
@@ -176,6 +182,7 @@ def capture(
             captured = to_capture.capture(record)
             check_values(captured)
             check_symbols(captured)
+            check_trains(captured)
             notes = check_state(captured, record, to_capture.capture)
         finally:
             start.restore()
@@ -225,8 +232,9 @@ class _Call:
             }
         }
         registered = Registered(self.model, self.structure, self.copies, record.made)
+        state = partial(Snapshot.of, self.structure, record.functions)
         try:
-            with watched_forward() as notes, cumulative_averages():
+            with watched_forward(state) as notes, cumulative_averages():
                 exported = _exported(skeleton, self.examples, shapes)
                 _list_users(exported.graph_module)
                 read_as_attributes(exported, registered)

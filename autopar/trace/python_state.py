@@ -229,6 +229,18 @@ class Snapshot:
             taken._take_generator(RANDOM + name, generator)
         return taken
 
+    @classmethod
+    def of_values(cls, values: Iterable[Any]) -> Snapshot:
+        """A snapshot of what functions and callable objects hold, with the variables outside of a
+        model that they name.
+        """
+        values = list(values)
+        taken = cls.of(nn.Module(), Functions.of_value(values))
+        for place, value in enumerate(values):
+            path = f"{getattr(value, '__qualname__', type(value).__qualname__)} ({place})"
+            taken._take(path, value, lambda other: None, ())
+        return taken
+
     def _take_late_buffers(self, name: str, module: nn.Module, early: frozenset[str]) -> None:
         """Record the buffers of a module called `name` that are not among `early`, with None for
         one that is registered without a tensor.

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.ops.values import output_nodes
 from autopar.trace.captured import Captured
 from autopar.trace.copying import held
 from autopar.trace.distributed_calls import OPS
 from autopar.trace.edit import is_op
+from autopar.trace.row_facts import above
 from autopar.trace.user_lines import line_of_error, line_of_node
 
 _BATCH_IS_A_NUMBER = "your code specialized it to be a constant"
@@ -192,6 +194,30 @@ def check_values(captured: Captured) -> None:
             raise AutoparError(
                 f"forward reads a number out of {node.args[0]}{line_of_node(node)}: every rank would read its own; keep it a tensor"
             )
+
+
+def check_trains(captured: Captured) -> None:
+    """Raise AutoparError if no trained parameter is connected to the loss by ops with gradients."""
+    trained = {
+        node
+        for node, name in captured.attributes.items()
+        if getattr(captured.parameters.get(name), "trainable", False)
+    }
+    if not trained:
+        return
+    loss = output_nodes(captured.graph)[0]
+    found = above([loss], lambda node: [] if _is_detached(node) else node.all_input_nodes)
+    if not any(node.name in trained for node in found):
+        raise AutoparError(
+            "the loss depends on no trained parameter: each way to one leads through detach(), no_grad or torch.func.stack_module_state, "
+            "which stacks copies without gradients. Stack parameters by torch.stack in forward, and detach only what shall not train"
+        )
+
+
+def _is_detached(node: torch.fx.Node) -> bool:
+    """Whether no gradient passes through a node: a detach, or a region without gradients."""
+    is_region = "wrap_with_set_grad_enabled" in str(node.target)
+    return is_op(node, "detach") or (is_region and node.args[0] is False)
 
 
 def check_symbols(captured: Captured) -> None:

@@ -18,6 +18,12 @@ _OWN = (
 )
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "PendingUnbackedSymbolNotFound",
+)
+"""Names of the errors that torch raises if Python asks for the values of a fake tensor."""
 
 
 def line_of_error(error: Exception) -> str:

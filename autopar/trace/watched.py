@@ -26,10 +26,12 @@ from autopar.trace.known_values import NUMBERS
 from autopar.trace.met_rows import met
 from autopar.trace.one_process import current_process
 from autopar.trace.pieces import kept_whole, unread_counts
+from autopar.trace.python_state import Snapshot
 from autopar.trace.refusals import other_rows, own_generator
 from autopar.trace.refused_hooks import READ_NODE, hooks_refused, replaced, without_hooks
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
-from autopar.trace.user_lines import line_now, line_of_error
+from autopar.trace.transforms import plain_transforms
+from autopar.trace.user_lines import DATA_DEPENDENT, line_now, line_of_error
 
 Tensor = torch.Tensor
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
@@ -45,9 +47,9 @@ _ROWS = {
 
 
 @contextlib.contextmanager
-def watched_forward() -> Iterator[list[str]]:
+def watched_forward(state: Callable[[], Snapshot]) -> Iterator[list[str]]:
     """A context in which to export a model.  Yields a list that fills with notes on what was
-    captured in another way than written.
+    captured in another way than written. `state` takes the Python state of the model.
 
     An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients, and
     where forward converts a module.
@@ -55,7 +57,13 @@ def watched_forward() -> Iterator[list[str]]:
     silent.
     """
     notes: list[str] = []
-    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes), _unconverted():
+    with (
+        _silent_logs(),
+        _plain_checkpoints(notes),
+        _own_gradients(notes),
+        _unconverted(),
+        plain_transforms(notes, state),
+    ):
         yield notes
 
 
@@ -77,7 +85,7 @@ def values_unread(loops: HitLoops, inputs: Mapping[str, Tensor]) -> Iterator[lis
         ):
             yield notes
     except RuntimeError as error:
-        if type(error).__name__ not in _DATA_DEPENDENT:
+        if type(error).__name__ not in DATA_DEPENDENT:
             raise
         raise _reads("a number", type(error).__name__, line_of_error(error)) from error
 
@@ -165,20 +173,12 @@ def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     except AutoparError:
         raise
     except Exception as error:  # torch has many types for a number that is not known
-        if type(error).__name__ not in _DATA_DEPENDENT:
+        if type(error).__name__ not in DATA_DEPENDENT:
             raise
         raise _reads("a number", name) from error
     if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise _reads("a number", name)
     return found
-
-
-_DATA_DEPENDENT = (
-    "GuardOnDataDependentSymNode",
-    "DataDependentOutputException",
-    "PendingUnbackedSymbolNotFound",
-)
-"""Names of the errors that torch raises if Python asks for the values of a fake tensor."""
 
 
 _REMEDY = "keep it a tensor (torch.where chooses between two), or decide outside of forward"
@@ -258,11 +258,30 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
             inside.pop()
 
     base.apply = classmethod(checked_apply)
+    function = torch.autograd.function
     try:
-        with hooks_refused(notes):
+        with (
+            hooks_refused(notes),
+            replaced(function, "custom_function_call", _within(function.custom_function_call)),
+        ):
             yield
     finally:
         del base.apply
+
+
+def _within(plain: Callable) -> Callable:
+    """What torch calls for an autograd.Function within a transform, in the place of `plain`."""
+
+    def called(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith(("torch.", "autopar_kernels.")):
+            return plain(cls, *args, **kwargs)
+        raise AutoparError(
+            f"forward calls the autograd.Function {cls.__name__}{line_now()} in what torch.vmap or torch.func transforms: autopar cannot "
+            "keep its backward there. Call it outside of the transform, or write it with torch ops; y = x + (f(x) - x).detach() has the "
+            "gradient of x"
+        )
+
+    return called
 
 
 def _unconverted() -> contextlib.AbstractContextManager[None]:

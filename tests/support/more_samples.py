@@ -444,6 +444,64 @@ CONVOLUTION = {
         for kind in ("max", "avg", "adaptive_avg")
         for n in (1, 2, 3)
     },
+    **{
+        f"_adaptive_avg_pool{n}d": [
+            lambda b, i, j, k, m, n=n: call(
+                op(f"_adaptive_avg_pool{n}d"), t(b, i, *[j + 2, 4, 5][:n]), [2] * n
+            )
+        ]
+        for n in (2, 3)
+    },
+    **{
+        f"max_pool{n}d_with_indices": [
+            lambda b, i, j, k, m, n=n: call(
+                op(f"max_pool{n}d_with_indices"), t(b, i, *[j + 2, 4, 5][:n]), [2] * n
+            )
+        ]
+        for n in (2, 3)
+    },
+    **{
+        f"avg_pool{n}d_backward": [
+            lambda b, i, j, k, m, n=n: call(
+                op(f"avg_pool{n}d_backward"),
+                t(b, i, *[2] * n),
+                t(b, i, *[4] * n, grad=False),
+                [2] * n,
+                [2] * n,
+                [0] * n,
+                False,
+                True,
+                None,
+            )
+        ]
+        for n in (2, 3)
+    },
+    **{
+        f"_adaptive_avg_pool{n}d_backward": [
+            lambda b, i, j, k, m, n=n: call(
+                op(f"_adaptive_avg_pool{n}d_backward"),
+                t(b, i, *[2] * n),
+                t(b, i, *[j + 2, 4, 5][:n], grad=False),
+            )
+        ]
+        for n in (2, 3)
+    },
+    **{
+        f"max_pool{n}d_with_indices_backward": [
+            lambda b, i, j, k, m, n=n: call(
+                op(f"max_pool{n}d_with_indices_backward"),
+                t(b, i, *[2] * n),
+                t(b, i, *[4] * n, grad=False),
+                [2] * n,
+                [2] * n,
+                [0] * n,
+                [1] * n,
+                False,
+                ids(4**n, b, i, *[2] * n),
+            )
+        ]
+        for n in (2,)
+    },
     "upsample_nearest1d": [
         lambda b, i, j, k, m: call(aten.upsample_nearest1d.vec, t(b, 12, j), [2 * j], None)
     ],

@@ -169,7 +169,8 @@ def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     name = "groups" if "groups" in argument_names(op.node) else "num_groups"
     over = [axis for axis, choice in op.choices.items() if choice.strategy == "g"]
     parts = prod(op.sizes.mesh.size(axis) for axis in over)
-    return op.node.target, *_replaced(op.node, args, kwargs, name, Call(op.node).arg(name) // parts)
+    groups = op.sizes.share(Call(op.node).arg(name), parts)
+    return op.node.target, *_replaced(op.node, args, kwargs, name, groups)
 
 
 def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:

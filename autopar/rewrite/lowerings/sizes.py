@@ -89,6 +89,10 @@ class LocalSizes:
         """
         return self._emit(size, 1)
 
+    def share(self, size: Any, parts: int) -> int | Node:
+        """One of `parts` equal parts of a size over all ranks of the micro-batch."""
+        return self._emit(size, parts) if isinstance(size, torch.SymInt) else int(size) // parts
+
     def local(self, size: Any, dim: int, layouts: Layouts) -> int | Node:
         """The size on this rank of dim `dim`, which has `size` elements in the whole value, under
         these layouts. A number, or a node that computes it from the local batch.
