@@ -219,7 +219,17 @@ class _Replay:
 
 def _check(run: _Run) -> None:
     """Raise NotPlain for ops that cannot be called again."""
+    detached: set[int] = set()
     for op in run.ops:
+        if op.function is aten.detach.default or (
+            op.args and id(op.args[0]) in detached and op.function.is_view
+        ):
+            detached.add(id(op.result))
+        elif op.function._schema.is_mutable and op.args and id(op.args[0]) in detached:
+            raise NotPlain(
+                "it changes a tensor in place by its detach()",
+                "Compute a new tensor: x + (new - x).detach() has the value of `new` and the gradient of x",
+            )
         if torch.Tag.nondeterministic_seeded in op.function.tags:
             raise NotPlain(
                 f"{op.function.name().removeprefix('aten::')} draws random numbers in it",

@@ -101,6 +101,16 @@ def written_part(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return mse(net.whole(x), y) + func.grad(total)(x).square().mean()
 
 
+def doubled(states: Tensor) -> Tensor:
+    states.detach().mul_(2)
+    return states * 1.5
+
+
+def with_value(states: Tensor) -> Tensor:
+    """Advice of the refusal of writes to detached tensors."""
+    return (states + (2 * states - states).detach()) * 1.5
+
+
 def under_no_grad(net: Net, x: Tensor, y: Tensor) -> Tensor:
     x = x.detach().requires_grad_(True)
     output = net.whole(x)
@@ -188,6 +198,10 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], str, Callable]
         lambda n, x, y: mse(torch.vmap(lambda r: Halved.apply(n.whole(r)))(x), y),
         r"autograd.Function Halved \(test_tr.*Call it outside of the transform",
         lambda n, x, y: mse(Halved.apply(torch.vmap(n.whole)(x)), y)),
+    "a write to a detached tensor": (
+        lambda n, x, y: mse(torch.vmap(lambda r: doubled(n.body(r)) @ n.experts[0])(n.whole(x).repeat(1, 2)[:, :6]), y),
+        r"torch.vmap \(test_tr.*in place by its detach\(\).*Compute a new tensor",
+        lambda n, x, y: mse(torch.vmap(lambda r: with_value(n.body(r)) @ n.experts[0])(n.whole(x).repeat(1, 2)[:, :6]), y)),
     "create_graph under no_grad": (under_no_grad, r"under no_grad \(test_tr.*call it outside of no_grad", penalty),
     "a write into a part": (written_part, r"torch.func.grad \(test_tr.*writes into a part of a tensor.*torch.where", chosen_part),
     "nothing is trained": (without_trained, "depends on no trained parameter.*torch.stack in forward", with_trained),
