@@ -53,14 +53,13 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     """A context in which a backward of forward's own, and setting a hook on gradients or on what
     they keep, raise AutoparError. Hooks that keep tensors in host memory are added to `notes`.
     """
-    enter, run = saved_tensors_hooks.__enter__, torch.autograd._engine_run_backward
+    run = torch.autograd._engine_run_backward
 
     def entered(self: saved_tensors_hooks) -> None:
         if not isinstance(self, save_on_cpu):
             _refusing("saved_tensors_hooks")()
         note = f"forward keeps activations in host memory{line_now()} (save_on_cpu), which has no effect on the program of a plan"
         notes.extend([] if note in notes else [note])
-        enter(self)
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("accumulate_grad"):
@@ -74,6 +73,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         for owner, name in _HOOKS:
             stack.enter_context(replaced(owner, name, _refusing(f"{owner.__name__}.{name}")))
         stack.enter_context(replaced(saved_tensors_hooks, "__enter__", entered))
+        stack.enter_context(replaced(saved_tensors_hooks, "__exit__", lambda *_: None))
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", backward))
         yield
 
