@@ -85,6 +85,7 @@ class AssignedState(TorchFunctionMode):
         self.late: set[str] = set()
         self._read_storages: dict[int, Any] = {}  # kept, so that no address is given out again
         self._detached = DetachedTensors()
+        self._read_as_data: set[int] = set()  # addresses of storages
         self._aliases = aliases
         self._modules = ModulesBefore(model)
         self._entries = {
@@ -205,6 +206,8 @@ class AssignedState(TorchFunctionMode):
             for operand in _tensors(args, kwargs):
                 if address := storage_of(operand):
                     self._read_storages[address] = operand.untyped_storage()
+                    if self._of_data(operand):
+                        self._read_as_data.add(address)
 
     def _check_write(self, written: list[Any]) -> None:
         """Note a write to the `.data` of a registered tensor that was read. Raises AutoparError for
@@ -218,19 +221,24 @@ class AssignedState(TorchFunctionMode):
             if name:
                 self.lines.setdefault(name, line_now())
             detached, how = self._detached.of(tensor), ""
-            of_data = detached is not None and detached.how == DATA
-            read = of_data and address in self._read_storages
+            # autograd sees no write past which it has read: x.data counts changes for itself
+            past = self._read_storages if self._of_data(tensor) else self._read_as_data
+            read = address in past
             if name and read:
                 self.late.add(name)
             elif not name and tensor.requires_grad and not torch.is_grad_enabled():
                 how = "torch.no_grad()"
-            elif detached is not None and not name and (read or detached.base.requires_grad):
-                how = detached.how
+            elif not name and (read or (detached is not None and detached.base.requires_grad)):
+                how = detached.how if detached is not None else DATA
             if how:
                 raise AutoparError(
                     f"forward changes a tensor in place through {how}{line_now()}, past its gradient. A captured graph cannot follow: "
                     "compute a new tensor. x + (new - x).detach() has the value of `new` and the gradient of x"
                 )
+
+    def _of_data(self, tensor: Tensor) -> bool:
+        detached = self._detached.of(tensor)
+        return detached is not None and detached.how == DATA
 
     def _name(self, tensor: Tensor) -> str:
         """The name under which a tensor is registered now; '' if it is not."""
