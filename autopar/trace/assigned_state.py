@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
 from autopar.trace.checkpointed_reads import CheckpointedReads
-from autopar.trace.detached_writes import DATA, DetachedTensors
+from autopar.trace.detached_writes import DATA, DetachedTensors, tensors_in
 from autopar.trace.known_values import KnownValues, UserTensors, attributes_of
 from autopar.trace.registered_tensors import (
     REGISTER,
@@ -178,7 +178,7 @@ class AssignedState(TorchFunctionMode):
         is_number, number = self.known.number(func, args, kwargs)
         if is_number:
             return number
-        self.checkpointed.note(_tensors(args, kwargs))
+        self.checkpointed.note(tensors_in(args, kwargs))
         found = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _NORMS:
             self._note_norm(func, args, kwargs, found)
@@ -193,7 +193,7 @@ class AssignedState(TorchFunctionMode):
 
     def _note_norm(self, func: Callable, args: tuple, kwargs: dict, found: Tensor) -> None:
         """Remember which statistics a batch norm changes, or reads for backward."""
-        names = set(filter(None, map(self._name, _tensors(args, kwargs))))
+        names = set(filter(None, map(self._name, tensors_in(args, kwargs))))
         names = {name for name in names if self._entries[name].kind == "_buffers"}
         if _of_the_batch(func, args, kwargs):
             self._normed.update(names)
@@ -203,7 +203,7 @@ class AssignedState(TorchFunctionMode):
     def _note_read(self, args: tuple, kwargs: dict, found: Any) -> None:
         """Remember the tensors that an op with a gradient has read."""
         if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(found)):
-            for operand in _tensors(args, kwargs):
+            for operand in tensors_in(args, kwargs):
                 if address := storage_of(operand):
                     self._read_storages[address] = operand.untyped_storage()
                     if self._of_data(operand):
@@ -404,10 +404,6 @@ def checkpointed(notes: list[str]) -> Iterator[None]:
 def _version(tensor: Any) -> int:
     """How often a tensor was changed in place; 0 for what does not count it."""
     return 0 if not isinstance(tensor, Tensor) or tensor.is_inference() else tensor._version
-
-
-def _tensors(*values: Any) -> Iterator[Tensor]:
-    return (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
 
 
 def _of_the_batch(func: Callable, args: tuple, kwargs: dict) -> bool:

@@ -65,7 +65,9 @@ class DetachedTensors:
 
     def follow(self, func: Callable, args: tuple, kwargs: dict, found: Any) -> None:
         """Remember the result of a torch function, if it is detached or a view of such a tensor."""
-        first = next(_tensors(args, kwargs), None)
+        if not self._known and func not in _DETACHES:
+            return
+        first = next(tensors_in(args, kwargs), None)
         if first is None:
             return
         known = self.of(first)
@@ -73,7 +75,7 @@ class DetachedTensors:
             base = first if known is None else known.base
             self._known[id(found)] = found, Detached(_DETACHES[func], base)
         elif known is not None:
-            for view in _tensors(found):
+            for view in tensors_in(found):
                 if storage_of(view) == storage_of(first):
                     self._known.setdefault(id(view), (view, known))
 
@@ -84,7 +86,7 @@ class DetachedTensors:
         into = [self.of(tensor) for tensor in written]
         if not any(into) or not torch.is_grad_enabled():
             return args, kwargs
-        if not any(map(self._has_gradient, _tensors(args, kwargs))):
+        if not any(map(self._has_gradient, tensors_in(args, kwargs))):
             return args, kwargs
         line = line_now()
         for detached in into:
@@ -97,12 +99,12 @@ class DetachedTensors:
 
     def check_read(self, func: Callable, args: tuple, kwargs: dict, found: Any) -> None:
         """Raise AutoparError if a result has a gradient in eager PyTorch alone."""
-        if not torch.is_grad_enabled() or func in _DETACHES:
+        if not self._known or not torch.is_grad_enabled() or func in _DETACHES:
             return
-        new = (x for x in _tensors(found) if self.of(x) is None)
+        new = (x for x in tensors_in(found) if self.of(x) is None)
         if not any(x.is_floating_point() or x.is_complex() for x in new):
             return
-        for detached in filter(None, map(self.of, _tensors(args, kwargs))):
+        for detached in filter(None, map(self.of, tensors_in(args, kwargs))):
             if detached.line:
                 raise AutoparError(
                     f"forward reads a detached tensor{line_now()}, into which it has written values with a gradient{detached.line}. It "
@@ -120,5 +122,6 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
-def _tensors(*values: Any) -> Iterator[Tensor]:
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """The tensors among values, and in their containers."""
     return (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))

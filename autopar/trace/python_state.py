@@ -540,7 +540,7 @@ class Functions:
                     f"default argument {number} of {where}",
                     f"argument {number}",
                     value,
-                    functools.partial(_contents, types.CellType(value)),
+                    functools.partial(contents_of, types.CellType(value)),
                     lambda value: None,
                 )
         for name, cell in zip(
@@ -549,8 +549,8 @@ class Functions:
             self._place(
                 f"variable {name!r} of {where}",
                 name,
-                _contents(cell, None),
-                functools.partial(_contents, cell),
+                contents_of(cell),
+                functools.partial(contents_of, cell),
                 functools.partial(setattr, cell, "cell_contents"),
             )
         for name in globals_of(function.__code__):
@@ -619,7 +619,8 @@ def _set_if_other(get: Callable[[Any], Any], put: Callable[[Any], None], value: 
         put(value)
 
 
-def _contents(cell: types.CellType, missing: Any) -> Any:
+def contents_of(cell: types.CellType, missing: Any = None) -> Any:
+    """What a variable of a closure has; `missing` if nothing is assigned to it yet."""
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell

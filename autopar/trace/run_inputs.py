@@ -15,6 +15,8 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.trace.python_state import contents_of
+
 ROWS = (2, 3, 1_021_020, 15_485_863)
 """Numbers of rows for which a function runs, beside that of the example batch. The small ones are
 below, and the large ones above each bound of torch, such as the end of a slice. One of the latter is
@@ -191,7 +193,7 @@ def functions_in(function: Any, seen: set[int] | None = None) -> Iterator[Any]:
     seen.add(id(function))
     yield function
     held = [getattr(function, name, None) for name in ("func", "transform")]
-    for inner in (*held, *getattr(function, "args", ()), *map(_contents, _around(function))):
+    for inner in (*held, *getattr(function, "args", ()), *map(contents_of, _around(function))):
         if callable(inner):
             yield from functions_in(inner, seen)
 
@@ -200,17 +202,10 @@ def _cells(function: Any) -> Iterator[types.CellType]:
     """The variables with tensors or sizes that functions read from around them."""
     cells = {id(cell): cell for each in functions_in(function) for cell in _around(each)}
     for cell in cells.values():
-        leaves = pytree.tree_leaves(_contents(cell))
+        leaves = pytree.tree_leaves(contents_of(cell))
         if any(isinstance(each, Tensor | torch.SymInt) for each in leaves):
             yield cell
 
 
 def _around(function: Any) -> tuple[types.CellType, ...]:
     return getattr(function, "__closure__", None) or ()
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet assigned
-        return None

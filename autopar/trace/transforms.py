@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.trace.call_effects import CallEffects
 from autopar.trace.python_state import Snapshot
 from autopar.trace.recorded_ops import plainly
+from autopar.trace.refused_hooks import replaced
 from autopar.trace.run_inputs import NotPlain, Strided, below_transforms, functions_in
 from autopar.trace.traced_part import TracedNodes, TracedPart
 from autopar.trace.user_lines import DATA_DEPENDENT, line_now
@@ -49,19 +50,8 @@ def plain_transforms(notes: list[str], state: Callable[[], Snapshot]) -> Iterato
             (torch.autograd, "_engine_run_backward", running.backward),
             (proxy_tensor, "set_proxy_slot", running.nodes.recording),
         ):
-            stack.enter_context(_replaced(owner, name, replacement))
+            stack.enter_context(replaced(owner, name, replacement(vars(owner)[name])))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """A context in which the attribute `name` of a module is `make` of what it was."""
-    before = vars(owner)[name]
-    setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @dataclass(slots=True)
