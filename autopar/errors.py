@@ -26,7 +26,9 @@ class AutoparError(Exception):
 
 
 class NoLayout(AutoparError):
-    """A framework can run none of the layouts that the pins and the devices allow."""
+    """There is no layout that the model, the devices, the pins and, where one is asked for, the
+    framework allow. Nothing was searched.
+    """
 
 
 class NoPlanFits(AutoparError):

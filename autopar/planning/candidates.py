@@ -18,7 +18,7 @@ from autopar_cost_models import (
 )
 
 from autopar.annotate.setting import Setting
-from autopar.errors import AutoparError
+from autopar.errors import NoLayout
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.traced import ONE_VALUE, TracedModel, not_split
@@ -188,12 +188,12 @@ def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recomputation that the pins allow.
-    Schedules are part of a candidate (`Candidate.schedules`). Raises AutoparError if there is none.
+    Schedules are part of a candidate (`Candidate.schedules`). Raises NoLayout if there is none.
     """
     meshes = meshes_for(request, traced)
     found = [candidate for mesh in meshes for candidate in _candidates_on(mesh, request, traced)]
     if not found:
-        raise AutoparError(_none_words(request, traced, meshes))
+        raise NoLayout(_none_words(request, traced, meshes))
     if request.restriction is None:
         return found
     rules = request.restriction.rules
@@ -204,7 +204,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
 
 
 def layouts_within(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
-    """The candidates of a request whose pins are possible. Raises AutoparError if there are none."""
+    """The candidates of a request whose pins are possible. Raises NoLayout if there are none."""
     check_target_pins(request, partial(layouts_within, traced=traced))
     check_pins(request, traced)
     return candidates_for(request, traced)

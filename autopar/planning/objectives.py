@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models.checks import finite
 
-from autopar.errors import AutoparError, NoPlanFits, shown
+from autopar.errors import AutoparError, NoLayout, NoPlanFits, shown
 from autopar.ir.cluster import Cluster, plain_data
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import (
@@ -131,10 +131,12 @@ class Failed:
 
     @property
     def settled(self) -> bool:
-        """Whether it is proved that there is no plan; False if the search ended without a proof,
-        for example out of time.
+        """Whether it is proved that there is no plan. False after any error that does not say so:
+        the search was out of time, or planning failed.
         """
-        return not isinstance(self.error, NoPlanFits) or self.error.proven
+        return isinstance(self.error, NoLayout) or (
+            isinstance(self.error, NoPlanFits) and self.error.proven
+        )
 
     @property
     def bound_s(self) -> float:
@@ -391,11 +393,7 @@ def _unsettled(tried: Sequence[Tried]) -> str:
     none.
     """
     unknown = [one for one in tried if isinstance(one, Failed) and not one.settled]
-    return (
-        f"; on {_listed(unknown)} no plan was found in time, which proves nothing"
-        if unknown
-        else ""
-    )
+    return f"; on {_listed(unknown)} no plan was found, which proves nothing" if unknown else ""
 
 
 def _fewer_words(tried: Sequence[Tried], limit_s: float) -> str:
@@ -432,7 +430,7 @@ def _memory_words(fastest: Fitted, best: Fitted, bound: int, low: int) -> str:
     if bound == low:
         proof += f", so that none needs less by more than {percent(TOLERANCE)}"
     else:
-        proof += f"; with {gib(low)} none was found in time, which proves nothing"
+        proof += f"; with {gib(low)} none was found, which proves nothing"
     return (
         f"{gib(_peak_bytes(best.plan))} on the fullest device; {proof}.  The certificate is for the fastest plan that fits into "
         f"{gib(room)}; without that limit a step takes {ms(plan.predicted.step_time_s)} with {gib(_peak_bytes(plan))}"
@@ -526,7 +524,7 @@ def _tried_row(one: Tried, price: float) -> tuple[str, ...]:
     )
     if isinstance(one, Failed):
         why = "none fits" if isinstance(one.error, NoPlanFits) else "impossible"
-        return *where, why if one.settled else "not in time", *("-",) * 4
+        return *where, why if one.settled else "none found", *("-",) * 4
     peak = gib(_peak_bytes(one.plan)).removesuffix(" GiB")
     times = ms(one.plan.predicted.step_time_s), ms(one.bound_s)
     return *where, short_words(one.plan), *times, peak, f"{one.device_hours * price:.3g}"

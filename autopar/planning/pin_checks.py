@@ -6,7 +6,7 @@ from math import gcd, prod
 
 from autopar_cost_models import SCHEDULES, check_schedule, splits_backward
 
-from autopar.errors import AutoparError
+from autopar.errors import NoLayout
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.work import tokens_per_row
@@ -24,7 +24,7 @@ _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 
 
 def check_pins(request: PlanRequest, traced: TracedModel) -> None:
-    """Raises AutoparError if the pins contradict each other, or are impossible for this model and
+    """Raises NoLayout if the pins contradict each other, or are impossible for this model and
     cluster.
     """
     _check_sharing(request.pin)
@@ -33,7 +33,7 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     if request.is_mixed:
         _check_groups(request)
     elif request.pin.deal is not None:
-        raise AutoparError(
+        raise NoLayout(
             f"deal={request.pin.deal}: the devices of {request.cluster.name} are of one kind; drop the pin"
         )
     _check_product(request.pin, request.cluster.num_devices)
@@ -45,13 +45,13 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
 def _check_degrees(pin: Pins, devices: int) -> None:
     for name in _DEGREES:
         if name in pin and devices % pin[name]:
-            raise AutoparError(
+            raise NoLayout(
                 f"{name}={pin[name]} does not divide {devices} devices; {listed(divisors(devices))} do"
             )
 
 
 def _check_batch(request: PlanRequest) -> None:
-    """Raises AutoparError if pins of dp, micro-batch and ep do not split the batch evenly. Checks
+    """Raises NoLayout if pins of dp, micro-batch and ep do not split the batch evenly. Checks
     nothing if dp is neither pinned nor follows from tp, cp and pp (1 if not pinned).
     """
     pin, dp = request.pin, request.pin.dp
@@ -60,22 +60,22 @@ def _check_batch(request: PlanRequest) -> None:
     if dp is None:
         return
     if request.global_batch % dp:
-        raise AutoparError(
+        raise NoLayout(
             f"global batch {request.global_batch} cannot be split over dp={dp}; use a multiple of {dp}"
         )
     rows = request.global_batch // dp
     if pin.micro_batch is not None and rows % pin.micro_batch:
-        raise AutoparError(
+        raise NoLayout(
             f"micro_batch={pin.micro_batch} does not divide the {rows} sequences of a rank; {listed(divisors(rows))} do"
         )
     if pin.ep is not None and dp % pin.ep:
-        raise AutoparError(
+        raise NoLayout(
             f"ep={pin.ep} does not divide dp={dp}, of which it is a part; {listed(divisors(dp))} do"
         )
 
 
 def _check_model(pin: Pins, traced: TracedModel) -> None:
-    """Raises AutoparError if cp exceeds the positions of a sequence, if ep exceeds the experts of
+    """Raises NoLayout if cp exceeds the positions of a sequence, if ep exceeds the experts of
     the model, or if ep is above 1 and there are none.
     """
     if pin.cp is not None and pin.cp > 1:
@@ -83,17 +83,17 @@ def _check_model(pin: Pins, traced: TracedModel) -> None:
     if pin.ep is not None and pin.ep > 1:
         most = num_experts(traced)
         if not most:
-            raise AutoparError(
+            raise NoLayout(
                 f"ep={pin.ep}: the model has no routed experts that autopar can shard; drop the pin"
             )
         if pin.ep > most:
-            raise AutoparError(
+            raise NoLayout(
                 f"ep={pin.ep} is more than the {most} experts of the model; use ep={most} or less"
             )
 
 
 def _check_groups(request: PlanRequest) -> None:
-    """Raises AutoparError if pins are impossible on devices of several kinds, where each pipeline
+    """Raises NoLayout if pins are impossible on devices of several kinds, where each pipeline
     rank must lie within one group and has one stage. Offloading is refused too, and cp above 1
     without a pinned `context_method`.
     """
@@ -103,13 +103,13 @@ def _check_groups(request: PlanRequest) -> None:
     where = f"{name} has groups of {' and '.join(map(str, sizes))} devices"
     if gcd(*sizes) % prod(inside.values()):
         words = " x ".join(f"{axis}={size}" for axis, size in inside.items())
-        raise AutoparError(
+        raise NoLayout(
             f"{where}, and a rank of the pipeline lies within one of them: {words} = {prod(inside.values())} devices must divide each; "
             f"{listed(divisors(gcd(*sizes)))} do"
         )
     fitting = [sum(sizes) // each for each in reversed(divisors(gcd(*sizes)))]
     if not (pin.pp is None or pin.pp in fitting):
-        raise AutoparError(
+        raise NoLayout(
             f"{where}, all of which the ranks of a pipeline share out evenly: pp={pin.pp} cannot; {listed(fitting)} can"
         )
     least_stages = SCHEDULES[pin.schedule].min_stages_per_rank if pin.schedule in SCHEDULES else 1
@@ -121,19 +121,19 @@ def _check_groups(request: PlanRequest) -> None:
     }
     for key, why in refused.items():
         if why:
-            raise AutoparError(
+            raise NoLayout(
                 f"{key}={pin[key]}: the devices of {name} are of several kinds, and {why}; drop the pin"
             )
     if (pin.cp or 1) > 1 and pin.context_method is None:
-        raise AutoparError(
+        raise NoLayout(
             f"cp={pin.cp} on several kinds of devices needs one way for all: pin context_method={CONTEXT_METHODS[0]} too"
         )
 
 
 def _check_sharing(pin: Pins) -> None:
-    """Raises AutoparError if `shard` is pinned together with zero=0, which shards nothing."""
+    """Raises NoLayout if `shard` is pinned together with zero=0, which shards nothing."""
     if pin.shard and pin.zero == 0:
-        raise AutoparError(
+        raise NoLayout(
             f"shard={pin.shard}: {pin.shard} ranks share out what ZeRO does, and zero=0 shares out nothing; pin zero=1, 2 or 3"
         )
 
@@ -143,7 +143,7 @@ def _check_offload(request: PlanRequest) -> None:
     if pin.offload in (None, "none"):
         return
     if not request.is_mixed and cluster.host is None:  # several kinds have a refusal of their own
-        raise AutoparError(
+        raise NoLayout(
             f"offload={pin.offload}: nothing is known of the hosts of {cluster.name}; give ClusterSpec.make, or the cluster file, "
             "host: {memory_bytes, memory_bandwidth_Bps, link_bandwidth_Bps}, the share of one device"
         )
@@ -152,46 +152,46 @@ def _check_offload(request: PlanRequest) -> None:
 
 
 def check_fetched(pp: int, zero: int) -> None:
-    """Raises AutoparError if parameters cannot stay in host memory (offload=parameters): in a
+    """Raises NoLayout if parameters cannot stay in host memory (offload=parameters): in a
     pipeline, or under ZeRO-1 and ZeRO-2.
     """
     if pp > 1:
-        raise AutoparError(
+        raise NoLayout(
             f"offload=parameters: a pipeline (pp={pp}) has the parameters of its stages on the device for all of a step; "
             "use pp=1, or offload=optimizer"
         )
     if zero not in OFFLOADED_STAGES:
-        raise AutoparError(
+        raise NoLayout(
             f"offload=parameters: under zero={zero} each device holds all parameters and shares out what the update needs; "
             "use zero=3 or 0, or offload=optimizer"
         )
 
 
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
-    """Raises AutoparError if the pins of a pipeline are impossible: more stages than layers allow,
+    """Raises NoLayout if the pins of a pipeline are impossible: more stages than layers allow,
     no schedule, too few micro-batches, or what the engine cannot run.
     """
     pin = request.pin
     pp, vpp = pin.pp or len(request.cluster.groups), pin.vpp or 1
     parted = shared_updates(traced) if request.runnable and pp > 1 else []
     if parted:
-        raise AutoparError(
+        raise NoLayout(
             f"the engine cannot run pp={pp}: forward changes buffer {parted[0]}, which several segments read; use pp=1"
         )
     if splits_backward(pin.schedule or "none") and not may_split_backward(request):
         what = "torch.compile" if request.software.compiled else "recompute=op"
-        raise AutoparError(f"the engine cannot run {what} under {pin.schedule}; pin schedule=1f1b")
+        raise NoLayout(f"the engine cannot run {what} under {pin.schedule}; pin schedule=1f1b")
     if pp == 1:
         _check_no_pipeline(pin)
         return
     blocks = len(traced.layers)
     if pp * vpp > blocks + 2:
-        raise AutoparError(
+        raise NoLayout(
             f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less"
         )
     _check_sizes(pin, pp * vpp, blocks)
     if pin.schedule == "none":
-        raise AutoparError(
+        raise NoLayout(
             f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known"
         )
     number = _micro_batches(request)
@@ -200,27 +200,27 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
         try:
             check_schedule(schedule_of(pin), pp, vpp, number)
         except ValueError as error:
-            raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
+            raise NoLayout(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
 
 
 def _check_sizes(pin: Pins, stages: int, blocks: int) -> None:
-    """Raise AutoparError unless the pinned sizes are those of all stages and add up to all
+    """Raise NoLayout unless the pinned sizes are those of all stages and add up to all
     blocks.
     """
     sizes = stage_sizes(pin.stages)
     if sizes and (len(sizes), sum(sizes)) != (stages, blocks):
-        raise AutoparError(
+        raise NoLayout(
             f"stages={pin.stages} has {len(sizes)} stages with {sum(sizes)} layers; the pipeline has {stages} stages and the model "
             f"{blocks} layers: give {stages} numbers that add up to {blocks}"
         )
 
 
 def _check_no_pipeline(pin: Pins) -> None:
-    """Raises AutoparError if another pin needs a pipeline. It is called if pp is 1."""
+    """Raises NoLayout if another pin needs a pipeline. It is called if pp is 1."""
     alone = {"vpp": 1, "schedule": "none", "stages": None}
     for name, value in alone.items():
         if name in pin and pin[name] != value:
-            raise AutoparError(
+            raise NoLayout(
                 f"{name}={pin[name]} is of a pipeline, and pp is 1; pin pp, or drop the pin"
             )
 
@@ -265,7 +265,7 @@ def schedule_of(pin: Pins) -> str:
 
 
 def _check_product(pin: Pins, devices: int) -> None:
-    """Raises AutoparError unless the product of the pinned tp, pp, cp and dp divides the number of
+    """Raises NoLayout unless the product of the pinned tp, pp, cp and dp divides the number of
     devices. If tp and dp are pinned, the product must use all devices.
     """
     fixed = {name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}
@@ -281,7 +281,7 @@ def _check_product(pin: Pins, devices: int) -> None:
         else ""
     )
     product = " x ".join(f"{name}={value}" for name, value in fixed.items())
-    raise AutoparError(f"{product} = {taken} devices, but the cluster has {devices}{remedy}")
+    raise NoLayout(f"{product} = {taken} devices, but the cluster has {devices}{remedy}")
 
 
 def _check_positions(cp: int, traced: TracedModel) -> None:
@@ -291,6 +291,6 @@ def _check_positions(cp: int, traced: TracedModel) -> None:
     ]
     lengths = lengths or [tokens_per_row(traced)]
     if min(lengths) < cp:
-        raise AutoparError(
+        raise NoLayout(
             f"cp={cp} is more than the {min(lengths)} positions of a sequence; use cp={min(lengths)} or less"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.explain_tasks import task, words_of
 
 import autopar
-from autopar.errors import AutoparError, NoPlanFits
+from autopar.errors import AutoparError, NoLayout, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -128,14 +129,14 @@ def test_the_memory_is_within_the_tolerance_of_the_least_of_all_candidates():
     )
 
 
-def fake(steps: dict[int, float], slack: float = 0.0, unproven: tuple[int, ...] = ()):
-    """A planner that takes steps[devices] seconds, with bounds lower by a share; sizes that are missing do not fit."""
+def fake(steps: dict[int, float], slack: float = 0.0, failures: Mapping[int, AutoparError] = {}):
+    """A planner that takes steps[devices] seconds, with bounds lower by a share; others raise their `failures`, or do not fit."""
     base = task().plan()
 
     def plan_on(pin, cluster) -> Plan:
         size = cluster.num_devices
         if size not in steps:
-            raise NoPlanFits(f"nothing fits {size}", proven=size not in unproven)
+            raise failures.get(size) or NoPlanFits(f"nothing fits {size}")
         step_s = steps[size]
         predicted = replace(base.predicted, step_time_s=step_s, tokens_per_s=1000 / step_s)
         bounded = replace(base.certificate, bound_s=(1 - slack) * step_s, objective_s=step_s)
@@ -146,6 +147,13 @@ def fake(steps: dict[int, float], slack: float = 0.0, unproven: tuple[int, ...] 
 
 FOUR_NODES = ClusterSpec.make("h100", nodes=4, devices_per_node=4)
 SIZES = (1, 2, 4, 8, 12, 16)
+
+
+def test_pins_that_a_part_cannot_have_are_a_proof():
+    found = chosen_by(
+        Goal("cost"), fake({4: 1.0, 16: 0.5}, failures={2: NoLayout("tp=4")}), FOUR_NODES
+    )
+    assert found.proven and "proves nothing" not in found.claim
 
 
 @given(
@@ -181,11 +189,12 @@ def test_made_up_times(steps, deadline_s, slack):
     )
 
 
-def test_what_was_not_settled_in_time_is_no_proof():
-    plan_on = fake({4: 1.0, 16: 0.5}, unproven=(2,))
+@pytest.mark.parametrize("failure", [NoPlanFits("out of time", proven=False), AutoparError("any")])
+def test_what_was_not_settled_is_no_proof(failure):
+    plan_on = fake({4: 1.0, 16: 0.5}, failures={2: failure})
     cost = chosen_by(Goal("cost"), plan_on, FOUR_NODES)
     assert cost.cluster.num_devices == 4 and cost.bound == 0 and not cost.proven
-    assert "on 2 no plan was found in time, which proves nothing" in cost.claim
+    assert "on 2 no plan was found, which proves nothing" in cost.claim
     few = chosen_by(Goal("gpus", deadline_s=1.0), plan_on, FOUR_NODES)
     assert (few.value, few.bound, few.proven) == (
         4,
@@ -193,7 +202,7 @@ def test_what_was_not_settled_in_time_is_no_proof():
         False,
     ) and "none on 2 takes at most 1.000 s is not proved" in few.claim
     assert (
-        "not in time" in words_of(chosen_table(few))
+        "none found" in words_of(chosen_table(few))
         and json.loads(json.dumps(chosen_data(few)))["tried"][1]["bound_s"] == 0
     )
 
@@ -231,7 +240,7 @@ def test_memory_that_is_not_settled_is_said():
     assert (
         found.value == least
         and not found.proven
-        and "none was found in time, which proves nothing" in found.claim
+        and "none was found, which proves nothing" in found.claim
     )
 
 
