@@ -651,10 +651,12 @@ def _in_order(registered: Mapping[str, Any]) -> tuple[str, ...]:
 
 def globals_of(code: types.CodeType) -> list[str]:
     """The names of the global variables that a code object reads, sets or deletes, functions
-    defined inside it included. Each once. An attribute of the same name as a variable is none.
+    defined inside it included. Each once. An attribute of the same name as a variable is none, and
+    neither is a name that no source can spell: pytest puts such names into tests.
     """
     steps = (step for inner in codes_of(code) for step in dis.get_instructions(inner))
-    return list(dict.fromkeys(step.argval for step in steps if step.opname in _GLOBAL))
+    names = (step.argval for step in steps if step.opname in _GLOBAL)
+    return list(dict.fromkeys(name for name in names if name.isidentifier()))
 
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}

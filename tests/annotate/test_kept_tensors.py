@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.annotate.class_facts import ModelFacts
-from autopar.annotate.saved_tensors import observe_saved
+from autopar.annotate.saved_tensors import _called, observe_saved
 from autopar.api import trace
+from autopar.errors import AutoparError
 from autopar.ir.sharding import S
 from autopar.models.gpt import GPTConfig
 from benchmarks.fidelity.kept_bytes import MOST, measure
@@ -77,3 +78,14 @@ def test_a_part_that_an_op_keeps_holds_the_whole_storage():
     saved = {k: v for block in traced.classes for k, v in observe_saved(block.graph)[0].items()}
     (kept,) = (found for name, found in saved.items() if "halves" in name)
     assert kept.extra_bytes_per_row == 16 * 4
+
+
+def test_an_op_without_a_kernel_on_the_meta_device_is_refused():
+    library = torch.library.Library("tests_kept_no_meta", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CPU")
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.tests_kept_no_meta.twice.default, (x,))
+    with pytest.raises(AutoparError, match=r"twice.*has no kernel on the meta.*register_fake"):
+        _called(node, {x: torch.empty(2, device="meta")})

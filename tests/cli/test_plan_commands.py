@@ -58,12 +58,12 @@ def test_why_not_of_a_possible_choice():
         "why not tp=4?",
         "Chosen: ",
         "Pinned: ",
-        "longer a step",
+        " a step (",
         "Time of a step",
         "difference",
     ):
         assert words in shown, words
-    data = json.loads(run("why-not", *TASK, *SOON, "--pin", "tp=4", "--json").stdout)
+    data = json.loads(run("why-not", *TASK, "--pin", "tp=4", "--json").stdout)
     assert (
         data["answer"] == "slower"
         and data["first_difference"]["pin"] == "tp"

@@ -495,6 +495,36 @@ def test_a_hook_that_reads_parts_is_refused_with_a_way_that_is_exact(pool2):
             assert state == "refused" or update_error(reference, state) <= 1.0
 
 
+class Normed(nn.Module):
+    """Under tensor parallelism the scale of the norm is whole on each rank, as a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, bias=False)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu()).square().mean()
+
+
+def hook_of_the_norm(rank: int) -> str:
+    def factory(params: Any) -> torch.optim.Optimizer:
+        scale, *others = params
+        scale.register_hook(lambda grad: grad + 0.01 * scale.detach())
+        return sgd([scale, *others])
+
+    with pytest.raises(AutoparError) as refused:
+        autopar.parallelize(
+            Normed(), "cpu:2", {"x": torch.ones(4, 8)}, optimizer=factory, pin={"tp": 2, "zero": 0}
+        )
+    return str(refused.value)
+
+
+def test_a_hook_that_reads_a_dtensor_is_refused(pool2):
+    for text in pool2.run(hook_of_the_norm):
+        assert "reads norm.weight, of which this rank holds a DTensor. Set a step hook" in text
+
+
 class Keeps(torch.optim.SGD):
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

@@ -465,6 +465,20 @@ def test_an_attribute_does_not_reach_a_global_variable_of_its_name():
     assert found == {"__init__", "forward", "called"}
 
 
+class Asserts(nn.Module):
+    """pytest rewrites the assert, which then names variables of pytest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert called() == 1
+        return x
+
+
+def test_an_assert_does_not_reach_pytest():
+    functions = Functions.of(Asserts(), None)
+    assert {function.__name__ for function in functions.codes} == {"forward", "called"}
+    assert [name for _, name, *_ in functions.places()] == ["STEPS"]
+
+
 def test_names_of_none_that_torch_export_moves_are_no_change(monkeypatch):
     """nn.MultiheadAttention registers parameters of None among the others."""
     exports = list[object]()
