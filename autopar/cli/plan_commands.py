@@ -31,6 +31,7 @@ from autopar.request.pins import parse_pins, pins_help
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
+    from autopar.planning.outside import Outside
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
     from autopar.report.report import Report
@@ -152,7 +153,13 @@ it.
     help="List what is fused into ops of our own, and what nearly is.",
 )
 @click.option("--layers", is_flag=True, help="Also print how each op of a layer runs.")
-@click.option("--verbose", is_flag=True, help="Also print the search space.")
+@click.option("--verbose", is_flag=True, help="Also print the search space and the assumptions.")
+@click.option(
+    "--space",
+    "spaces",
+    is_flag=True,
+    help="Also price the nearest layout that each rule of the search space leaves out.",
+)
 @picture_options
 @options.as_json
 @click.pass_context
@@ -167,6 +174,7 @@ def explain(
     replays: bool,
     audits: bool,
     fusions: bool,
+    spaces: bool,
     tokens: float | None,
     as_json: bool,
     **asked: Any,
@@ -180,13 +188,14 @@ def explain(
     `pin` is a text such as 'tp=8'. `save` is a path to write the plan to. `saved` is the path of
     a plan to explain instead of making one; MODEL, CLUSTER and most options are then refused.
     `replays` and `audits` also check the plan, with exit code 1 if they disagree. `fusions` lists
-    fused ops. `deadline` is in seconds. `tokens`: says what training on that number of tokens takes.
-    `as_json`: prints JSON instead of a report. `asked` has the other arguments, as in `Asked`, and
-    those of `Pictures`.
+    fused ops. `spaces` prices layouts outside of the search space. `deadline` is in seconds.
+    `tokens`: says what training on that number of tokens takes. `as_json`: prints JSON instead of a
+    report. `asked` has the other arguments, as in `Asked`, and those of `Pictures`.
     """
     drawn, detail = Pictures.taken_from(asked), {n: asked.pop(n) for n in ("layers", "verbose")}
     wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
+    wanted["space"] = spaces
     wanted["objective"] = objective if objective != "time" else None
     if saved is not None:
         detail |= {"tokens": tokens}
@@ -201,7 +210,9 @@ def explain(
 
         goal = Goal(objective, deadline, tokens_per_second)
         planned, by_time = Planner(Asked(**asked), tell), objective == "time"
-        planned.expect(most_searches(goal, planned.cluster) + bool(by_time and planned.target))
+        planned.expect(
+            most_searches(goal, planned.cluster) + bool(by_time and planned.target) + spaces
+        )
         try:
             plan_on = partial(planned.plan, runners_up=by_time, keeps_tp_inside=by_time)
             chosen = choose(goal, plan_on, planned.cluster, pins, tell)
@@ -213,11 +224,12 @@ def explain(
             [planned.replay(plan, within, chosen.cluster)] if replays else []
         )
         checks += [planned.audit(plan, within, chosen.cluster)] if audits else []
+        outside = planned.outside(pins, chosen.cluster) if spaces else None
         report = planned.report(plan, within, chosen.cluster, drawn.wanted)
     if save:
         plan.save(save)
     detail |= {"tokens": tokens}
-    _show_plan(report, as_json, detail, chosen, checks)
+    _show_plan(report, as_json, detail, chosen, checks, outside)
     drawn.write(report)
     _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
@@ -251,6 +263,7 @@ _NOT_WITH_A_PLAN = {
     "target": "--target",
     "replay": "--replay (autopar replay is for saved plans)",
     "audit": "--audit (autopar audit is for saved plans)",
+    "space": "--space",
 }
 """Options that may not accompany a saved plan, because the plan records them."""
 
@@ -308,21 +321,26 @@ def _show_plan(
     detail: Mapping[str, Any],
     chosen: Any = None,
     checks: Sequence[Any] = (),
+    outside: list[Outside] | None = None,
 ) -> None:
     """Prints a report, as JSON or as text. `chosen` says what objective its plan was chosen for, if it
-    was made now; `checks` are its replay and audit. `detail` has `tokens`, `layers` and `verbose` of
+    was made now; `checks` are its replay and audit. `outside` is what its search space leaves out;
+    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of
     `plan_table`.
     """
     from autopar.explaining.certificate import not_proved_words
-    from autopar.explaining.plan_report import plan_table
+    from autopar.explaining.plan_report import plan_table, space_table
     from autopar.planning.objectives import chosen_data, chosen_table
+    from autopar.planning.outside import outside_data, outside_table
     from autopar.text.training_words import training_of
 
     if as_json:
-        added = {"objective": chosen_data(chosen)} if chosen else {}
+        added: dict[str, Any] = {"objective": chosen_data(chosen)} if chosen else {}
         added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
         if (tokens := detail.get("tokens")) is not None:
             added["training"] = asdict(training_of(report.plan, tokens, report.cluster))
+        if outside is not None:
+            added["outside"] = outside_data(outside)
         click.echo(json.dumps(report.data | added, indent=1))
         return
     if chosen:
@@ -331,6 +349,9 @@ def _show_plan(
         show(chosen_table(chosen))
     said = {**report.said, **detail, "says_gap": chosen is None}
     show(plan_table(report.plan, report.counts, **said))
+    if outside is not None:
+        show(space_table(report.plan))
+        show(outside_table(outside, report.plan))
     for check in checks:
         show(check.table())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from autopar.request.software import Software
 
 if TYPE_CHECKING:
     from autopar.ir.traced import TracedModel
+    from autopar.planning.outside import Outside
     from autopar.planning.remedies import Ask, Remedies
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
@@ -215,6 +217,20 @@ class Planner:
             budget_s=min(BUDGET_S, self.deadline.left_s),
             tell=self.tell,
         )
+
+    def outside(self, pin: Mapping[str, Any], cluster: Cluster) -> list[Outside]:
+        """What the search space under the pins `pin` leaves out on a cluster, each priced by a short
+        search.
+        """
+        from autopar.planning.outside import QUICK_S, outside_of, priced
+
+        request = replace(self.request, pin=Pins.of(pin), cluster=cluster)
+        if self.target:
+            request = request.within(self._restriction())
+        found = outside_of(request, self.traced())
+        self.expect(len(found))
+        plan_on = partial(self.plan, time_limit_s=QUICK_S)
+        return [priced(one, pin, plan_on, cluster) for one in found]
 
     def report(
         self,

@@ -50,6 +50,7 @@ from autopar.text.units import WIDTH, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.text import Text
 
     from autopar.explaining.lints import Finding
 
@@ -63,6 +64,8 @@ LAYOUT_LEGEND = (
 )
 """The words of the tables of blocks."""
 LAYERS_HINT = "How each op of a layer runs: --layers.\n"
+SPACE_COLUMNS = ("choice", "what is searched", "why no others")
+"""The columns of a table of `Certificate.rules`."""
 SPACE_HINT = "The search space, and the rates behind all this with their sources: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
@@ -167,19 +170,31 @@ def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Grid]:
     rows = [(name, plain(words)) for name, words in certificate_rows(plan, cluster, n)]
     yield grid("Certificate", ("", ""), rows)
     if others := [tuple(map(plain, row)) for row in runner_up_rows(plan, n)]:
-        yield grid("Runners-up", RUNNER_UP_COLUMNS, others, right=(2, 3, 4))
+        yield grid("Runners-up", RUNNER_UP_COLUMNS, others, right=(2, 3, 4, 5))
 
 
 def _rests_on(plan: Plan, n: Numbers) -> Iterator[Any]:
     """The search space, and the assumptions by source."""
-    from rich.text import Text
-
-    yield Text(f"Search space: {plan.certificate.space}.\n")
+    yield space_table(plan)
     by_source: dict[str, list[str]] = {}
     for what, value, source in assumption_rows(n):
         by_source.setdefault(plain(source), []).append(f"{plain(what)} {plain(value)}")
     lines = [f"{'; '.join(found)}. Source: {source}" for source, found in by_source.items()]
     yield from _listed("Assumptions", lines)
+
+
+def space_table(plan: Plan) -> Grid | Text:
+    """The rules of the search space; its words alone for a plan of an earlier version."""
+    from rich.text import Text
+
+    proof = plan.certificate
+    if not proof.rules:
+        return Text(f"Search space: {proof.space}.\n")
+    return grid(
+        "Search space",
+        SPACE_COLUMNS,
+        [tuple(r[c] for c in ("choice", "values", "why")) for r in proof.rules],
+    )
 
 
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:

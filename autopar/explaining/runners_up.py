@@ -17,8 +17,10 @@ _EQUAL = 5e-4
 """Fraction of a step below which a runner-up is said to be as fast."""
 
 
-RUNNER_UP_COLUMNS = ("family", "best found", "step time", "longer", "memory", "why")
-"""The columns of `runner_up_rows`, of which 2, 3 and 4 are numbers."""
+RUNNER_UP_COLUMNS = ("family", "best found", "step time", "longer", "at least", "memory", "why")
+"""The columns of `runner_up_rows`, of which 2 to 5 are numbers. At least so much longer is each plan
+of the family, by its bound.
+"""
 
 
 def runner_up_rows(plan: Plan, n: Numbers) -> list[list[Words]]:
@@ -29,15 +31,26 @@ def runner_up_rows(plan: Plan, n: Numbers) -> list[list[Words]]:
     for k, entry in enumerate(plan.certificate.runners_up):
         at = f"certificate.runners_up.{k}"
         if entry["time_s"] is None:
-            none = "not in time" if entry.get("cut") else "none fits"
-            rows.append([entry["family"], none, "-", "-", "-", ""])
+            rows.append([entry["family"], none_words(entry), "-", "-", "-", "-", ""])
             continue
         longer = n.number(f"{at}.time_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
+        least = (
+            n.number(f"{at}.bound_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
+            if entry.get("bound_s")
+            else "-"
+        )
         rows.append([
-            entry["family"], choice_words(entry), n.ms(f"{at}.time_s"), longer,
+            entry["family"], choice_words(entry), n.ms(f"{at}.time_s"), longer, least,
             n.gib(f"{at}.memory_bytes"), why(plan, entry),
         ])  # fmt: skip
     return rows
+
+
+def none_words(entry: Mapping[str, Any]) -> str:
+    """What is known of a family in which no plan was found: 'none fits' only if that is proved."""
+    if entry.get("cut"):
+        return "not in time"
+    return "none fits" if entry.get("bound_s", 0.0) is None else "none found"
 
 
 def why(plan: Plan, entry: Mapping[str, Any]) -> str:

@@ -312,6 +312,11 @@ def _check_other_plans(proof: Certificate) -> None:
     that reports read. The fastest may be {}, and a runner-up without a plan has the time None.
     """
     others: list[tuple[str, Any]] = [("the fastest plan", proof.fastest)] if proof.fastest else []
+    for entry in proof.rules:
+        if not isinstance(entry, dict) or not all(
+            isinstance(entry.get(key), str) for key in ("choice", "values", "why")
+        ):
+            raise ValueError(f"a rule of the certificate is {shown(entry)}")
     for entry in proof.runners_up:
         if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
             raise ValueError(f"a runner-up of the certificate is {shown(entry)}")
@@ -328,6 +333,8 @@ def _check_other_plans(proof: Certificate) -> None:
         if not isinstance(breakdown, dict):
             raise ValueError(f"breakdown of {what} is {shown(breakdown)}")
         numbers = {name: entry[name] for name in ("time_s", "memory_bytes")} | breakdown
+        if entry.get("bound_s") is not None:  # None: no plan fits
+            numbers["bound_s"] = entry["bound_s"]
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
                 raise ValueError(f"{name} of {what} is {shown(value)}, which is no number")

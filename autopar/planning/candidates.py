@@ -1,4 +1,4 @@
-"""The search space: all candidates that a request and its pins allow."""
+"""The search space: all candidates that a request and its pins allow. `space.py` has it in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
-from math import gcd
+from math import gcd, prod
 
 from autopar_cost_models import (
     SCHEDULES,
@@ -30,7 +30,13 @@ from autopar.planning.model_facts import (
     num_experts,
     shared_updates,
 )
-from autopar.planning.pin_checks import check_pins, schedule_of, searches_split_backward
+from autopar.planning.pin_checks import (
+    check_pins,
+    fixed_degrees,
+    product_words,
+    schedule_of,
+    searches_split_backward,
+)
 from autopar.planning.within_target import (
     check_target_pins,
     none_within,
@@ -41,7 +47,6 @@ from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins, stage_size
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
-MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 PP_INSIDE_DP = "dp-pp"
 """`MeshShape.order` of the second searched placement, without the innermost axes."""
@@ -213,8 +218,7 @@ def layouts_within(request: PlanRequest, traced: TracedModel) -> list[Candidate]
 def _candidates_on(
     mesh: MeshShape, request: PlanRequest, traced: TracedModel
 ) -> Iterator[Candidate]:
-    """The candidates on one mesh: every micro-batch (up to `MAX_MICRO_BATCH` unless pinned) and
-    ZeRO stage that the pins allow.
+    """The candidates on one mesh: every micro-batch and ZeRO stage that the pins allow.
 
     Unless pinned, recomputation and schedule are left open in each candidate. With stages=even,
     each of `MODES` is a candidate of its own, and there is one schedule.
@@ -225,11 +229,10 @@ def _candidates_on(
         searched = request.restriction.recompute
     recomputes = searched if pin.recompute is None else (pin.recompute,)
     for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
-        too_large = micro_batch > MAX_MICRO_BATCH and pin.micro_batch is None
         number = rows // micro_batch
-        if too_large or not pin.leave(micro_batch=micro_batch):
+        if not pin.leave(micro_batch=micro_batch):
             continue
-        if number > 1 and _keeps_batch(request, traced):
+        if number > 1 and keeps_batch(request, traced):
             continue
         if micro_batch * mesh.dp < traced.split.least_rows:
             continue
@@ -272,7 +275,7 @@ def common_layouts(candidates: Sequence[Candidate], devices_per_node: int) -> li
     return [number for *_, number in sorted(found)]
 
 
-def _keeps_batch(request: PlanRequest, traced: TracedModel) -> bool:
+def keeps_batch(request: PlanRequest, traced: TracedModel) -> bool:
     """Whether a rank must run its sequences as one micro-batch. It must if losses of micro-batches
     do not add up to the batch's loss, and the request does not allow their mean.
     """
@@ -287,8 +290,19 @@ def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[Mesh
         (meshes and _unsplit_words(request, traced, meshes))
         or (meshes and _unshared_words(request, meshes))
         or uncut_words(request, meshes, len(traced.layers))
+        or (not meshes and _unused_words(request))
         or _no_pipeline_words(request, len(traced.layers), bool(meshes))
     )
+
+
+def _unused_words(request: PlanRequest) -> str:
+    """That pins of tp and dp leave devices that neither a pipeline nor cp can use, as text; '' if they
+    leave none.
+    """
+    pin, devices = request.pin, request.cluster.num_devices
+    if pin.tp is None or pin.dp is None or prod(fixed_degrees(pin).values()) == devices:
+        return ""
+    return f"{product_words(pin, devices)}, and no pipeline or cp can use the rest"
 
 
 def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
@@ -301,7 +315,7 @@ def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[M
             f"micro_batch={pin.micro_batch} does not divide the sequences of a data-parallel rank, {listed(sequences)} under the other "
             f"pins; {listed(sorted({size for each in sequences for size in divisors(each)}))} do"
         )
-    if _keeps_batch(request, traced):
+    if keeps_batch(request, traced):
         what = f"the {listed(sequences)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
         return not_split(traced.split, what, sequences[0])
     if all(

@@ -36,7 +36,8 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
             f"{_room_words(group)} on {group.device.name}" for group in request.cluster.groups
         )
         return NoPlanFits(
-            f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
+            f"No plan that fits was found: {reason.detail}, "
+            f"needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
             f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); there are {kinds}",
             reason.memory_bytes,
             proven=False,
@@ -44,8 +45,9 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
     room = _room_words(request.cluster.one_kind)
     # of pipelines not every placement is tried
     proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)
+    what = "No plan fits: the smallest" if proven else "No plan that fits was found: the smallest"
     return NoPlanFits(
-        f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {room} ({candidate.mesh}, "
+        f"{what} needs {needed / 2**30:.2f} GiB per device of {room} ({candidate.mesh}, "
         f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",
         reason.memory_bytes,
         proven,
@@ -66,7 +68,8 @@ def check_host(prediction: Prediction, request: PlanRequest) -> None:
     host = request.cluster.host if prediction.host_bytes else None
     if host is not None and prediction.host_bytes > host.memory_bytes:
         raise NoPlanFits(
-            f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
+            "No plan that fits was found: the optimizer state of the fastest one needs "
+            f"{prediction.host_bytes / 2**30:.2f} GiB of host memory per "
             f"device of {host.memory_bytes / 2**30:.2f}. Use more devices, or a ZeRO stage that shares it out",
             proven=False,
         )

@@ -52,11 +52,11 @@ def _check_degrees(pin: Pins, devices: int) -> None:
 
 def _check_batch(request: PlanRequest) -> None:
     """Raises NoLayout if pins of dp, micro-batch and ep do not split the batch evenly. Checks
-    nothing if dp is neither pinned nor follows from tp, cp and pp (1 if not pinned).
+    nothing if dp is neither pinned nor follows from tp, cp and pp.
     """
     pin, dp = request.pin, request.pin.dp
-    if dp is None and pin.tp is not None and pin.cp is not None:
-        dp = request.cluster.num_devices // pin.tp // pin.cp // (pin.pp or 1)
+    if dp is None and pin.tp is not None and pin.cp is not None and pin.pp is not None:
+        dp = request.cluster.num_devices // pin.tp // pin.cp // pin.pp
     if dp is None:
         return
     if request.global_batch % dp:
@@ -266,12 +266,22 @@ def schedule_of(pin: Pins) -> str:
 
 def _check_product(pin: Pins, devices: int) -> None:
     """Raises NoLayout unless the product of the pinned tp, pp, cp and dp divides the number of
-    devices. If tp and dp are pinned, the product must use all devices.
+    devices, and is it if all are pinned.
     """
-    fixed = {name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}
+    taken = prod(fixed_degrees(pin).values())
+    if devices % taken or (len(fixed_degrees(pin)) == 4 and taken != devices):
+        raise NoLayout(product_words(pin, devices))
+
+
+def fixed_degrees(pin: Pins) -> dict[str, int]:
+    """The pinned ones of the degrees that share out the devices, by name."""
+    return {name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}
+
+
+def product_words(pin: Pins, devices: int) -> str:
+    """That the pinned degrees, of which there is one at least, do not share out the devices."""
+    fixed = fixed_degrees(pin)
     taken = prod(fixed.values())
-    if devices % taken == 0 and not ("tp" in fixed and "dp" in fixed and taken != devices):
-        return
     last = next(reversed(fixed))
     others = {name: value for name, value in fixed.items() if name != last}
     rest = prod(others.values())
@@ -281,7 +291,7 @@ def _check_product(pin: Pins, devices: int) -> None:
         else ""
     )
     product = " x ".join(f"{name}={value}" for name, value in fixed.items())
-    raise NoLayout(f"{product} = {taken} devices, but the cluster has {devices}{remedy}")
+    return f"{product} = {taken} devices, but the cluster has {devices}{remedy}"
 
 
 def _check_positions(cp: int, traced: TracedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -19,44 +20,18 @@ from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, MadeFor, Prediction
 from autopar.ir.traced import TracedModel
 from autopar.ops.work import model_flops, tokens_per_row, unit_of_rows
-from autopar.planning.candidates import (
-    LONG_SEQUENCE,
-    LONG_SHARE,
-    MAX_STAGES_PER_RANK,
-    setting_of,
-    tp_limit,
-)
+from autopar.planning.candidates import setting_of
 from autopar.planning.no_plan import check_host
 from autopar.planning.notes import notes
-from autopar.planning.pin_checks import searches_split_backward
+from autopar.planning.space import space_rules
 from autopar.planning.time_details import time_details
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.costs.candidate import MODES, Candidate
+from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import host_bytes
 from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.result import SearchResult, outcome_data
 from autopar.solve.search.simplest import candidate_simplicity
-
-SPACE = (
-    "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads unless pinned; cp {long}; "
-    "ep a part of dp that divides the experts), {placed}, micro-batch a divisor of the batch, {pipelines}, ZeRO {zero}{shared}, "
-    "recompute {recompute}, and a tensor-parallel strategy for every op, the same in all blocks of one structure; "
-    "data, context and expert parallelism shard batch, positions and experts wherever they go; predictions are those of the cost model"
-)
-SHARED = ", ZeRO-3 without a pipeline also within the data-parallel ranks of each NVLink domain"
-PLACED = "ranks numbered with tp innermost, around it cp, ep and dp, outermost pp"
-INSIDE = ", or pp inside dp where that keeps more ranks of a pipeline on a node"
-PIPELINES = (
-    "pipelines of {ranks} ranks: {short} with any number of blocks in each stage, interleaved 1F1B of up "
-    "to {most} stages a rank that are dealt evenly but for shorter ends and recompute alike"
-)
-
-
-GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and ep) on devices of one kind, all of a kind in a row"
-GROUP_PIPELINES = (
-    "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
-)
 
 
 def make_plan(
@@ -157,37 +132,6 @@ def _blocks(
         yield BlockPlan(traced.classes[index].name, segments, mode, choices)
 
 
-def _space(request: PlanRequest, traced: TracedModel) -> str:
-    """The search space of the request for a model in words, for the certificate."""
-    pin, ranks = request.pin, request.pin.pp or "any number of"
-    splits = searches_split_backward(request, traced)
-    short = "GPipe, 1F1B and zero bubble" if splits else "GPipe and 1F1B"
-    if request.is_mixed:
-        placed, long, pipelines = GROUPS, "where it is pinned", GROUP_PIPELINES
-    else:
-        placed = (
-            f"ranks numbered in the order {pin.order} (outermost first)"
-            if pin.order
-            else PLACED + INSIDE * (pin.pp is not None)
-        )
-        long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
-        pipelines = "no pipeline" if ranks == 1 else PIPELINES
-    limits = f", of all this what {request.restriction.name} can run" if request.restriction else ""
-    within = f" within groups of {pin.shard} data-parallel ranks" if pin.shard else ""
-    return (
-        SPACE.format(
-            limit=tp_limit(request.cluster),
-            long=long,
-            placed=placed,
-            pipelines=pipelines.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short),
-            zero="0-3",
-            shared=SHARED if pin.shard is None and not request.is_mixed else within,
-            recompute=f"{'/'.join(MODES)} for each block",
-        )
-        + limits
-    )
-
-
 def _certificate(
     found: SearchResult,
     candidate: Candidate,
@@ -197,12 +141,14 @@ def _certificate(
     traced: TracedModel,
 ) -> Certificate:
     simplicity = candidate_simplicity(candidate)
+    rules = space_rules(request, traced)
     return Certificate(
         status=found.status,
         objective_s=solution.time_s,
         bound_s=found.bound_s,
         gap=found.gap,
-        space=_space(request, traced),
+        space="; ".join(f"{rule.choice}: {rule.values}" for rule in rules),
+        rules=tuple(asdict(rule) for rule in rules),
         meshes=tuple(found.outcomes),
         solve_time_s=found.solve_time_s,
         ledger=_ledgers(model, found.groups, solution.choices),

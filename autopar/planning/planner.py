@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from threadpoolctl import threadpool_limits
 
@@ -107,6 +108,7 @@ def find_best(
         groups=solved_together(candidates),
         candidates=candidates,
         glances_s=found.glances_s,
+        bounds_s=[inf if (own := one["bound_s"]) is None else own for one in found.outcomes],
         likely=frozenset(likely),
         restager=Restager(annotate, spec.room_bytes, cell_of, found.cells),
         processes=limits.processes if found.solve_time_s > limits.alone_s else 1,
@@ -228,19 +230,18 @@ def _fused_best(
     is searched for its share of the time in `limits`. Raises as `plan_traced` if no mode has a plan.
     """
     plans: list[tuple[Weighed, Plan]] = []
-    error: NoPlanFits | None = None
+    errors: list[NoPlanFits] = []
     modes = modes_of(traced)
     share = replace(limits, time_s=limits.time_s / len(modes))
     for mode in modes:
         try:
             plan, issued_s = _planned(traced, request, mode, share, progress)
-        except NoPlanFits as found:
-            error = found
+        except NoPlanFits as error:
+            errors.append(error)
             continue
         plans.append((Weighed(mode, plan.predicted.step_time_s, issued_s), plan))
-    if not plans:
-        assert error is not None  # every mode raised it
-        raise error
+    if not plans:  # it is proved only if it is for every mode
+        raise next((error for error in errors if not error.proven), errors[-1])
     _, best = min(plans, key=lambda entry: entry[0].bound_s)
     weighed = tuple(entry for entry, _ in plans)
     return replace(best, fusion=replace(best.fusion, weighed=weighed))

@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.explaining.certificate import certificate_rows, outcome_counts
 from autopar.explaining.found_plans import found_plans, pruned, why_lost
+from autopar.explaining.plan_report import SPACE_COLUMNS
 from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
 from autopar.ir.mesh import mesh_words
 from autopar.report.page import Section, Table
@@ -21,8 +22,12 @@ _SHOWN, _MOST_LOST = 6, 40
 def certificate(parts: PageParts) -> Section:
     """What is proved about the plan."""
     rows = certificate_rows(parts.plan, parts.cluster, parts.numbers)
-    note = f"Search space: {parts.plan.certificate.space}."
-    return Section("certificate", "Certificate", "", tables=(Table(("", ""), rows),), note=note)
+    proof, tables = parts.plan.certificate, (Table(("", ""), rows),)
+    if not proof.rules:  # of an earlier version
+        note = f"Search space: {proof.space}."
+        return Section("certificate", "Certificate", "", tables=tables, note=note)
+    rules: list[list[Words]] = [[r["choice"], r["values"], r["why"]] for r in proof.rules]
+    return Section("certificate", "Certificate", "", tables=(*tables, Table(SPACE_COLUMNS, rules)))
 
 
 def runners_up(parts: PageParts) -> Section | None:
@@ -31,7 +36,7 @@ def runners_up(parts: PageParts) -> Section | None:
     if not rows:
         return None
     lead = "The best plan of each other family of layouts."
-    table = Table(RUNNER_UP_COLUMNS, rows, (2, 3, 4))
+    table = Table(RUNNER_UP_COLUMNS, rows, (2, 3, 4, 5))
     return Section("runners-up", "Runners-up", lead, tables=(table,))
 
 

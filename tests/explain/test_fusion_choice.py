@@ -59,7 +59,7 @@ def test_a_split_backward_would_make_logits_a_third_time():
     t = with_host(1e-9)
     pins = {"pp": 2, "tp": 1, "micro_batch": 2}
     spaces = {mode: t.plan(pins | {"fuse": mode}).certificate.space for mode in ("all", "head")}
-    assert "zero bubble" in spaces["all"] and "zero bubble" not in spaces["head"]
+    assert "zero_bubble" in spaces["all"] and "zero_bubble" not in spaces["head"]
     pinned = t.plan(pins | {"fuse": "head", "schedule": "zero_bubble"})
     assert pinned.schedule == "zero_bubble"
 

@@ -60,7 +60,8 @@ def family_of(candidate: Candidate) -> str:
 class FamilyBest:
     """The best plan that was found of a family (None without one), of how many `candidates`, and
     how many of them were `solved`. `cut`: the time was over before all that were promising were
-    looked at.
+    looked at. No plan of the family takes less than `bound_s` seconds; it is infinite if it is
+    proved that none fits.
     """
 
     family: str
@@ -69,6 +70,7 @@ class FamilyBest:
     plan: tuple[Candidate, Solution] | None
     staged: Restaged | None  # None too if the search itself found the plan
     cut: bool = False
+    bound_s: float = 0.0
 
     @property
     def time_s(self) -> float:
@@ -79,8 +81,8 @@ class FamilyBest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
-    that are solved together. `glances_s` has the first bound of each candidate in seconds, `likely`
-    the indices of those that recipes use. At most `processes` work at once; `tell` is called with a
+    that are solved together. `glances_s` has the first bound of each candidate in seconds, `bounds_s`
+    the last one, and `likely` the indices of those that recipes use. At most `processes` work at once; `tell` is called with a
     line of text if one cannot be started. From `until` on, by `time.perf_counter()`, no more plans
     are looked at; helpers have `stuck_s` seconds more.
     """
@@ -88,6 +90,7 @@ class Rivals:
     groups: Sequence[Sequence[int]]
     candidates: Sequence[Candidate]
     glances_s: Sequence[float]
+    bounds_s: Sequence[float]
     likely: Collection[int]
     restager: Restager
     processes: int
@@ -111,7 +114,17 @@ class Rivals:
             found.append(FamilyBest(family, sum(map(len, self._parts(family))), 1, first, None))
         self._find([one for one in FAMILIES if one in families - self.known.keys()])
         found += [self._best(family) for family in families]
+        found = [replace(best, bound_s=self._bound_s(best)) for best in found]
         return sorted(found, key=lambda best: (best.time_s, FAMILIES.index(best.family)))
+
+    def _bound_s(self, best: FamilyBest) -> float:
+        """A lower bound on the step seconds of a family, by those of its candidates and its plan."""
+        own = (
+            bound_s
+            for candidate, bound_s in zip(self.candidates, self.bounds_s, strict=True)
+            if family_of(candidate) == best.family
+        )
+        return min(best.time_s, *own)
 
     def _find(self, families: list[str]) -> None:
         """Finds the best plans of `families`, several at once in helper processes. Results of one
@@ -268,8 +281,9 @@ def _promising(
 
 def runner_up_data(best: FamilyBest) -> dict[str, Any]:
     """A runner-up as a dict for JSON: the family, the number of its `candidates` and of those that
-    were `solved`, and whether it is `cut`. Then choices, `time_s`, `memory_bytes` and `breakdown` of
-    its best plan. These are None if no plan was found.
+    were `solved`, and whether it is `cut`. Then `bound_s`, a lower bound on all its plans, which is
+    None if it is proved that none fits; choices, `time_s`, `memory_bytes` and `breakdown` of its
+    best plan. These are None if no plan was found.
     """
     c, solution = best.plan or (None, None)
     return {
@@ -277,6 +291,7 @@ def runner_up_data(best: FamilyBest) -> dict[str, Any]:
         "candidates": best.candidates,
         "solved": best.solved,
         "cut": best.cut,
+        "bound_s": None if best.bound_s == inf else best.bound_s,
         "mesh": c and c.mesh.as_dict(),
         "micro_batch": c and c.micro_batch,
         "num_microbatches": c and c.num_microbatches,
