@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from autopar.explaining.cost_parts import breakdown_parts
@@ -33,17 +34,19 @@ def runner_up_rows(plan: Plan, n: Numbers) -> list[list[Words]]:
         if entry["time_s"] is None:
             rows.append([entry["family"], none_words(entry), "-", "-", "-", "-", ""])
             continue
-        longer = n.number(f"{at}.time_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
-        least = (
-            n.number(f"{at}.bound_s", lambda s: f"{100 * (s / own_s - 1):+.1f} %")
-            if entry.get("bound_s")
-            else "-"
-        )
+        longer = n.number(f"{at}.time_s", partial(_longer, own_s))
+        is_bounded = bool(entry.get("bound_s"))
+        least = n.number(f"{at}.bound_s", partial(_longer, own_s)) if is_bounded else "-"
         rows.append([
             entry["family"], choice_words(entry), n.ms(f"{at}.time_s"), longer, least,
             n.gib(f"{at}.memory_bytes"), why(plan, entry),
         ])  # fmt: skip
     return rows
+
+
+def _longer(own_s: float, other_s: float) -> str:
+    """How much longer another step takes, as text; never -0.0 %."""
+    return f"{round(100 * (other_s / own_s - 1), 1) + 0.0:+.1f} %"
 
 
 def none_words(entry: Mapping[str, Any]) -> str:

@@ -270,6 +270,7 @@ def _check_certificate(plan: PlanFields) -> None:
         raise ValueError(
             f"status of the certificate is {shown(proof.status)}; optimal and feasible are known"
         )
+    _check_rules(proof)
     _check_other_plans(proof)
     if not 0 <= proof.tolerance < 1:
         raise ValueError(f"tolerance={shown(proof.tolerance)} is no fraction from 0 to below 1")
@@ -307,16 +308,20 @@ def _check_certificate(plan: PlanFields) -> None:
                 )
 
 
-def _check_other_plans(proof: Certificate) -> None:
-    """Raise ValueError unless the fastest plan and each runner-up of a certificate have the fields
-    that reports read. The fastest may be {}, and a runner-up without a plan has the time None.
-    """
-    others: list[tuple[str, Any]] = [("the fastest plan", proof.fastest)] if proof.fastest else []
+def _check_rules(proof: Certificate) -> None:
+    """Raise ValueError unless each rule of the search space is three texts."""
     for entry in proof.rules:
         if not isinstance(entry, dict) or not all(
             isinstance(entry.get(key), str) for key in ("choice", "values", "why")
         ):
             raise ValueError(f"a rule of the certificate is {shown(entry)}")
+
+
+def _check_other_plans(proof: Certificate) -> None:
+    """Raise ValueError unless the fastest plan and each runner-up of a certificate have the fields
+    that reports read. The fastest may be {}, and a runner-up without a plan has the time None.
+    """
+    others: list[tuple[str, Any]] = [("the fastest plan", proof.fastest)] if proof.fastest else []
     for entry in proof.runners_up:
         if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
             raise ValueError(f"a runner-up of the certificate is {shown(entry)}")

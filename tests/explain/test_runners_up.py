@@ -15,7 +15,7 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.explaining.compare import CompareTable, Entry, compare
 from autopar.explaining.plan_report import explain, plan_data
-from autopar.explaining.runners_up import preference_words, simplicity_of_plan
+from autopar.explaining.runners_up import none_words, preference_words, simplicity_of_plan
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.planning import planner
@@ -53,7 +53,27 @@ def test_a_runner_up_is_the_plan_under_its_choices():
         assert again.predicted.step_time_s <= entry["time_s"] * (1 + 1e-9)
         assert again.predicted.step_time_s >= entry["time_s"] * 0.98
         assert sum(entry["breakdown"].values()) == pytest.approx(entry["time_s"])
-        assert plan.certificate.bound_s <= entry["time_s"] * (1 + 1e-9)
+        assert plan.certificate.bound_s <= entry["bound_s"] <= entry["time_s"] * (1 + 1e-9)
+
+
+def test_none_fits_is_said_only_where_it_is_proved(monkeypatch):
+    """Nothing is found in any other family; the search has proved of TP alone that nothing fits."""
+    real = planner.search
+
+    def proved(candidates, *rest):
+        found = real(candidates, *rest)
+        outcomes = tuple(
+            entry | {"bound_s": None if families.family_of(c) == "TP" else 1e-9}
+            for c, entry in zip(candidates, found.outcomes, strict=True)
+        )
+        return replace(found, outcomes=outcomes)
+
+    monkeypatch.setattr(planner, "search", proved)
+    monkeypatch.setattr(families, "_best_of", lambda *_: (None, 0))
+    plan = _planned.__wrapped__(0.0, ())
+    words = {entry["family"]: none_words(entry) for entry in plan.certificate.runners_up}
+    assert len(words) > 3 and words.pop("TP") == "none fits"
+    assert set(words.values()) == {"none found"}
 
 
 @pytest.mark.slow
