@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from support.eager_runs import paragraph
 from support.effort import slow_but
+from support.exactness import run_steps, sgd, train_in_place, update_error
 from support.transform_programs import EXACT, Net, batches, build, mse, penalty
-from torch import Tensor, func
+from torch import Tensor, func, nn
 from torch.autograd import forward_ad
 
 import autopar
@@ -218,3 +220,29 @@ def test_refusals_name_the_line_and_give_advice_that_works(name, monkeypatch):
         autopar.plan(build("refused"), "cpu:1", batches()[0])
     paragraph(refused.value)
     autopar.plan(build("advised"), "cpu:1", batches()[0])
+
+
+class EnabledAgain(nn.Module):
+    """The only way to a trained parameter leads through a region without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.first(x)
+            with torch.enable_grad():
+                hidden = self.second(hidden)
+        return hidden.square().mean()
+
+
+def test_gradients_that_are_enabled_again_train():
+    torch.manual_seed(0)
+    model = EnabledAgain().double()
+    given = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
+    result = train_in_place(copy.deepcopy(model), given)
+    engine = autopar.parallelize(model, "cpu:1", given[0], optimizer=sgd, precision="fp64")
+    losses, state = run_steps(engine, given)
+    assert losses == pytest.approx(result.losses, rel=1e-12)
+    assert update_error(result, state) <= 1
