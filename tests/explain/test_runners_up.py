@@ -76,6 +76,24 @@ def test_none_fits_is_said_only_where_it_is_proved(monkeypatch):
     assert set(words.values()) == {"none found"}
 
 
+def test_families_are_searched_until_a_plan_fits(monkeypatch):
+    real, tried = families.fastest, []
+
+    def in_vain(restager, parts, *rest):
+        tried.append(len(parts))
+        return (None, 0) if len(tried) < 5 else real(restager, parts, *rest)
+
+    t = task(MODEL, CLUSTER, 8, 64)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL)
+    plan = api.plan_traced(t.traced, replace(request, runners_up=True))
+    assert all(entry["solved"] <= families.STAGED for entry in plan.certificate.runners_up)
+    monkeypatch.setattr(families, "fastest", in_vain)
+    again = api.plan_traced(t.traced, replace(request, runners_up=True))
+    first, *others = sorted(again.certificate.runners_up, key=lambda entry: -entry["solved"])
+    assert tried[:5] == [families.STAGED, 1, 1, 1, 1] and first["solved"] == families.STAGED + 4
+    assert first["time_s"] and all(entry["solved"] <= families.STAGED for entry in others)
+
+
 @pytest.mark.slow
 def test_several_processes_find_the_same_runners_up(monkeypatch):
     helpers = []

@@ -3,7 +3,7 @@
 A family is a set of candidates, such as all pipelines with tensor parallelism. Its candidates are
 ordered by the first bound of the search, which knows no memory. The first `SKETCHED` whose
 parameters fit are sketched with memory, and as many of those that recipes use. The `STAGED` most
-promising ones are solved. These counts limit the work, not the time, so that equal requests give
+promising ones are solved, and more if these have no plan that fits. These counts limit the work, not the time, so that equal requests give
 equal runners-up.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from math import inf
 from typing import Any
 
@@ -24,8 +25,10 @@ from autopar.solve.search.simplest import candidate_simplicity, fastest
 from autopar.solve.search.workers import Team
 
 _ALONE_S = 60.0  # for which helpers are waited for without a deadline
-SKETCHED, STAGED = 12, 2
-"""Numbers of candidates of a family that are sketched, and that are solved."""
+SKETCHED, STAGED, IN_VAIN = 12, 2, 48
+"""Numbers of candidates of a family that are sketched, and that are solved; and how many more are
+solved as long as none has a plan that fits.
+"""
 
 FAMILIES = (
     "data parallel (DDP, ZeRO-1, ZeRO-2)",
@@ -236,23 +239,37 @@ def _best_of(
     restager: Restager, until: float, *several: Sequence[Part]
 ) -> tuple[Restaged | None, int]:
     """(the fastest plan that was found by `until` in the most promising parts of `several` lists, or
-    None; how many were solved).
+    None; how many were solved). If these have no plan that fits, the next ones are solved until one
+    does.
     """
-    promising = [
+    turns = [_promising(restager, parts, until) for parts in several]
+    sketched = [
         (likely_s, place, parts[number])
-        for place, parts in enumerate(several)
-        for likely_s, number in _promising(restager, parts, until)
+        for place, (turn, parts) in enumerate(zip(turns, several, strict=True))
+        for likely_s, number in islice(turn, SKETCHED)
     ]
-    promising.sort(key=lambda turn: turn[:2])
-    best, _ = fastest(restager, [part for *_, part in promising[:STAGED]], inf, until)
-    return best, len(promising[:STAGED])
+    sketched.sort(key=lambda one: one[:2])
+    promising = [part for *_, part in sketched]
+    best, _ = fastest(restager, promising[:STAGED], inf, until)
+    if best is not None:
+        return best, len(promising[:STAGED])
+    others = (
+        parts[number] for turn, parts in zip(turns, several, strict=True) for _, number in turn
+    )
+    solved = len(promising[:STAGED])
+    for part in islice(chain(promising[STAGED:], others), IN_VAIN):
+        if best is not None or time.perf_counter() >= until:
+            break
+        best, _ = fastest(restager, [part], inf, until)
+        solved += 1
+    return best, solved
 
 
 def _promising(
     restager: Restager, parts: Sequence[Part], until: float
 ) -> Iterator[tuple[float, int]]:
-    """(estimated seconds, index) of the first parts whose parameters fit, at most `SKETCHED`. If a
-    micro-batch does not fit, larger ones of parts that hold the same are left out.
+    """(estimated seconds, index) of each part whose parameters fit. If a micro-batch does not fit,
+    larger ones of parts that hold the same are left out.
     """
     kinds = [tuple(candidate.holds for candidate in part.group) for part in parts]
     sizes = [part.group[0].micro_batch for part in parts]
@@ -261,7 +278,6 @@ def _promising(
         if kind not in smallest or sizes[number] < sizes[smallest[kind]]:
             smallest[kind] = number
     too_much: dict[Hashable, float] = {}
-    fitting = 0
     for number, kind in enumerate(kinds):
         if kind not in too_much:
             too_much[kind] = 0 if restager.likely_s(parts[smallest[kind]]) == inf else inf
@@ -273,10 +289,7 @@ def _promising(
         if likely_s == inf:
             too_much[kind] = min(too_much[kind], sizes[number])
             continue
-        fitting += 1
         yield likely_s, number
-        if fitting == SKETCHED:
-            return
 
 
 def runner_up_data(best: FamilyBest) -> dict[str, Any]:
