@@ -228,7 +228,7 @@ class Planner:
         if self.target:
             request = request.within(self._restriction())
         found = outside_of(request, self.traced())
-        self.expect(len(found))
+        self.expect(len(found) + 1)  # and the report
         plan_on = partial(self.plan, time_limit_s=QUICK_S)
         return [priced(one, pin, plan_on, cluster) for one in found]
 

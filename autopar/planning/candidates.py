@@ -45,6 +45,7 @@ from autopar.planning.within_target import (
 )
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
+from autopar.request.restriction import Limit
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
 MAX_STAGES_PER_RANK = 8
@@ -202,10 +203,27 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     if request.restriction is None:
         return found
     rules = request.restriction.rules
-    allowed = [one for one in found if all(rule.allows(one) for rule in rules)]
+    allowed = [kept for one in found if (kept := _allowed(one, rules)) is not None]
     if not allowed:
-        raise none_within(request, found, partial(layouts_within, traced=traced))
+        each = [single for one in found for single in _by_schedule(one)]
+        raise none_within(request, each, partial(layouts_within, traced=traced))
     return allowed
+
+
+def _allowed(candidate: Candidate, rules: Sequence[Limit]) -> Candidate | None:
+    """The candidate with those of its schedules that keep to all rules; None if it has none left."""
+    kept = [one for one in _by_schedule(candidate) if all(rule.allows(one) for rule in rules)]
+    if not kept:
+        return None
+    return replace(kept[0], schedules=tuple(pair for one in kept for pair in one.schedules))
+
+
+def _by_schedule(candidate: Candidate) -> list[Candidate]:
+    """The candidate with each of its schedules alone; itself if it has none to choose from."""
+    return [
+        replace(candidate, schedules=((name, count),), schedule=name, stages_per_rank=count)
+        for name, count in candidate.schedules
+    ] or [candidate]
 
 
 def layouts_within(request: PlanRequest, traced: TracedModel) -> list[Candidate]:

@@ -44,14 +44,17 @@ def outside_of(request: PlanRequest, traced: TracedModel) -> list[Outside]:
     planned if it is pinned, unpriced. Choices whose rule leaves out nothing are not listed.
     """
     listed, found = candidates_for(request, traced), dict[str, Outside]()
+    inside, asked = set(listed), request.pin if request.asked is None else request.asked
     for choice, pin in _nearest(listed, request, len(traced.layers)):
         if choice in found or any(name in request.pin for name in pin):
             continue
+        more = replace(request, pin=Pins.of({**request.pin, **pin}))
+        more = replace(more, asked=Pins.of({**asked, **pin}))
         try:
-            layouts_within(replace(request, pin=Pins.of({**request.pin, **pin})), traced)
+            if inside.isdisjoint(layouts_within(more, traced)):
+                found[choice] = Outside(choice, pin)
         except NoLayout:
             continue
-        found[choice] = Outside(choice, pin)
     return list(found.values())
 
 
@@ -66,15 +69,17 @@ def _nearest(
         for count in divisors(request.cluster.num_devices):
             if count not in here:
                 yield axis, {axis: count}
+    for mesh in meshes:
+        if mesh.pp > 1 and mesh.dp > 1 and not request.is_mixed:  # whose ranks lie outermost
+            yield "order", {"pp": mesh.pp, "dp": mesh.dp, "order": PP_INSIDE_DP}
     if least_pp:
-        yield "order", {"pp": least_pp, "order": PP_INSIDE_DP}
         yield "zero", {"pp": least_pp, "zero": 2}
         for vpp in range(MAX_STAGES_PER_RANK + 1, layers // least_pp + 1):
             yield "vpp", {"pp": least_pp, "vpp": vpp}
     groups = {one.shard for one in listed}
     for shard in divisors(request.cluster.num_devices):
         if shard > 1 and shard not in groups:
-            yield "shard", {"pp": 1, "zero": 3, "shard": shard}
+            yield "shard", {"pp": 1, "tp": 1, "cp": 1, "zero": 3, "shard": shard}
     for k in range(2, layers + 1):
         yield "recompute", {"recompute": f"every-{k}"}
     yield "offload", {"offload": "optimizer"}
@@ -89,19 +94,19 @@ def priced(outside: Outside, pins: Mapping[str, Any], plan_on: PlanOn, cluster: 
 
 
 def outside_table(found: list[Outside], plan: Plan) -> Grid:
-    """What each layout outside of the space takes, beside the plan."""
-    rows = []
+    """What each layout outside of the space takes, beside the fastest plan that was found inside."""
+    rows, own_s = [], plan.certificate.fastest_s
     for one in found:
         if one.plan is None:
             rows.append((one.choice, pin_text(one.pin), "-", one.why))
             continue
         step_s = one.plan.predicted.step_time_s
-        more = step_s / plan.predicted.step_time_s - 1
+        more = step_s / own_s - 1
         words = f"{percent(abs(more))} {'longer' if more > 0 else 'less: pin it'}"
         rows.append(
             (one.choice, pin_text(one.pin), ms(step_s), words if abs(more) > PROVED else "as long")
         )
-    columns = ("choice", "the nearest left out", "step time", "than the plan")
+    columns = ("choice", "the nearest left out", "step time", "than the fastest inside")
     return grid(f"Outside of the space, each searched for {QUICK_S:g} s", columns, rows, (2,))
 
 

@@ -83,7 +83,7 @@ def edited(data: dict, path: tuple, change: Callable[[Any, Any], None]) -> dict:
     return found
 
 
-FREE = {"solve_time_s", "space", "notes", "runnable", "model_name", "cluster_name", "cost_model_version", "mfu", "tokens_per_s",
+FREE = {"solve_time_s", "space", "rules", "notes", "runnable", "model_name", "cluster_name", "cost_model_version", "mfu", "tokens_per_s",
         "host_bytes", "memory", "peak_memory_bytes", "meshes", "ledger", "gap", "objective_s", "bound_s", "digest", "breakdown", "devices",
         "reason", "status", "made_for", "details", "tolerance", "fastest", "simpler_left", "runners_up", "headroom",
         "unlimited_s"}  # fmt: skip

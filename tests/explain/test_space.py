@@ -25,6 +25,8 @@ from autopar.planning.outside import outside_of
 from autopar.planning.space import space_rules
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
+from autopar.targets.model_shape import shape_of
+from autopar.targets.registry import restriction_of
 
 Key = tuple[int, int, int, int, int, str, int, int, int]
 """pp, tp, cp, dp, ep, order, micro-batch, ZeRO stage, ranks that share (0: all)."""
@@ -145,7 +147,7 @@ def test_what_a_rule_leaves_out_is_not_listed_and_can_be_pinned():
     model = traced("llama-tiny", 16)
     request = request_of("llama-tiny", "dgx-h100:2", 64)
     listed_pins = [dict(one.pin) for one in outside_of(request, model)]
-    assert {"cp": 2} in listed_pins and {"pp": 2, "order": PP_INSIDE_DP} in listed_pins
+    assert {"cp": 2} in listed_pins and {"pp": 2, "dp": 8, "order": PP_INSIDE_DP} in listed_pins
     assert {"pp": 2, "zero": 2} in listed_pins and {"offload": "optimizer"} in listed_pins
     assert not any("micro_batch" in pin for pin in listed_pins)
     assert not any(
@@ -155,6 +157,28 @@ def test_what_a_rule_leaves_out_is_not_listed_and_can_be_pinned():
             for one in outside_of(request_of("llama-tiny", "dgx-h100:2", 64, cp=1), model)
         )
     )
+
+
+@pytest.mark.parametrize("cluster", ["h100:1", "h100:4", "dgx-h100:2", "h100:2+a100-80g:2"])
+@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny"])
+def test_what_lies_outside_is_not_inside(name, cluster):
+    request, model = request_of(name, cluster, 64), traced(name, 16)
+    inside = set(layouts_within(request, model))
+    for one in outside_of(request, model):
+        found = layouts_within(request_of(name, cluster, 64, **one.pin), model)
+        assert found and inside.isdisjoint(found), one.pin
+
+
+def test_a_target_drops_schedules_and_not_layouts():
+    """Megatron's interleaved schedule wants rounds of pp micro-batches, its 1F1B does not."""
+    spec = "llama:layers=4,hidden=32,heads=4,vocab=64,seq=16"
+    restriction = restriction_of("megatron", shape_of(parse_model(spec)), 16)
+    request = request_of(spec, "h100:2", 3, pp=2, micro_batch=1)
+    free = {pair for one in layouts_within(request, traced(spec, 16)) for pair in one.schedules}
+    found = layouts_within(request.within(restriction), traced(spec, 16))
+    assert ("interleaved_1f1b", 2) in free
+    assert {pair for one in found for pair in one.schedules} == {("1f1b", 1)}
+    assert all((one.schedule, one.stages_per_rank) == ("1f1b", 1) for one in found)
 
 
 def test_micro_batches_reach_the_batch():

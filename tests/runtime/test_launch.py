@@ -265,4 +265,4 @@ def faults(rank: int) -> int:
 def test_ranks_keep_the_memory_that_they_free():
     """By itself the C library gives it back until it has seen such tensors for a while: some 34,000 pages here, in fresh processes."""
     with WorkerPool(2) as pool:
-        assert max(pool.run(faults)) < 9_000
+        assert max(pool.run(faults)) < 17_000
