@@ -325,8 +325,7 @@ def _show_plan(
 ) -> None:
     """Prints a report, as JSON or as text. `chosen` says what objective its plan was chosen for, if it
     was made now; `checks` are its replay and audit. `outside` is what its search space leaves out;
-    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of
-    `plan_table`.
+    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of `plan_table`.
     """
     from autopar.explaining.certificate import not_proved_words
     from autopar.explaining.plan_report import plan_table, space_table
@@ -350,7 +349,8 @@ def _show_plan(
     said = {**report.said, **detail, "says_gap": chosen is None}
     show(plan_table(report.plan, report.counts, **said))
     if outside is not None:
-        show(space_table(report.plan))
+        if not detail["verbose"]:  # which has printed it
+            show(space_table(report.plan))
         show(outside_table(outside, report.plan))
     for check in checks:
         show(check.table())

@@ -36,6 +36,15 @@ def certificate_rows(plan: Plan, cluster: Cluster | None, n: Numbers) -> list[tu
     return rows
 
 
+SPACE_COLUMNS = ("choice", "what is searched", "why no others")
+"""The columns of `space_rows`."""
+
+
+def space_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """A row for each rule of the search space; none for a plan of an earlier version."""
+    return [(rule["choice"], rule["values"], rule["why"]) for rule in plan.certificate.rules]
+
+
 def not_proved_words(plan: Plan) -> str:
     """The first line of an answer whose plan has a gap above `NOT_PROVED`: that it is not proved, the
     gap, and what to do. '' for others.

@@ -14,7 +14,12 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from autopar.explaining.assumptions import assumption_rows, assumptions
-from autopar.explaining.certificate import certificate_rows, not_proved_words
+from autopar.explaining.certificate import (
+    SPACE_COLUMNS,
+    certificate_rows,
+    not_proved_words,
+    space_rows,
+)
 from autopar.explaining.gains import Gain, gain_words
 from autopar.explaining.run_lines import run_lines, run_words
 from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
@@ -64,8 +69,6 @@ LAYOUT_LEGEND = (
 )
 """The words of the tables of blocks."""
 LAYERS_HINT = "How each op of a layer runs: --layers.\n"
-SPACE_COLUMNS = ("choice", "what is searched", "why no others")
-"""The columns of a table of `Certificate.rules`."""
 SPACE_HINT = "The search space, and the rates behind all this with their sources: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
@@ -187,14 +190,9 @@ def space_table(plan: Plan) -> Grid | Text:
     """The rules of the search space; its words alone for a plan of an earlier version."""
     from rich.text import Text
 
-    proof = plan.certificate
-    if not proof.rules:
-        return Text(f"Search space: {proof.space}.\n")
-    return grid(
-        "Search space",
-        SPACE_COLUMNS,
-        [tuple(r[c] for c in ("choice", "values", "why")) for r in proof.rules],
-    )
+    if rows := space_rows(plan):
+        return grid("Search space", SPACE_COLUMNS, rows)
+    return Text(f"Search space: {plan.certificate.space}.\n")
 
 
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:

@@ -54,8 +54,8 @@ class Certificate:
         bound_s: no plan of the search space has a shorter step than this, in seconds.
         gap: (time - bound) / time of the fastest plan.
         space: what was searched, in words.
-        rules: the rules by which the candidates were listed, a dict each: `choice`, its `values` in words from which another program
-            can list them, and `why` there are no others.  () in files of earlier versions.
+        rules: the rules by which the candidates were listed, a dict each: `choice`, its `values` in words, and `why` there are no
+            others.  () in files of earlier versions.
         meshes: one entry for each candidate: its mesh, micro-batch, ZeRO stage and recomputation, the outcome, the time and the reason.
         solve_time_s: seconds of the search.
         ledger: what the objective is made of, for `recheck/audit.py`.  It has an entry for each block, in order, and one for each edge

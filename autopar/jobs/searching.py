@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -112,11 +111,11 @@ class _Words:
 
     def say(self, choice: Any) -> bool:
         """Whether the file can say a choice of the search, and can have a verdict then."""
-        layout = next((by for by in self._layouts(choice) if self._is_said(by)), None)
-        return layout is not None and self._has_verdict(layout)
+        layout = self._layout(choice)
+        return self._is_said(layout) and self._has_verdict(layout)
 
-    def _layouts(self, choice: Any) -> Iterator[Layout]:
-        """The layouts of a choice, one for each schedule, whose stages are as even as possible."""
+    def _layout(self, choice: Any) -> Layout:
+        """The layout of a choice, whose stages are as even as possible."""
         mesh, job = choice.mesh, self.setting.job
         pinned = {**self.restriction.pin, **self.setting.held}
         positions = pinned.get("sequence_parallel", self.setting.target.sequence_parallel)
@@ -138,11 +137,11 @@ class _Words:
             offload=pinned.get("offload", "none"),
             order=mesh.order,
         )
-        for name, vpp in choice.schedules or ((choice.schedule, choice.stages_per_rank),):
-            sizes = choice.stage_sizes or _spread(job.shape.layers, mesh.pp * vpp)
-            stages = sizes if len(set(sizes)) > 1 else ()
-            schedule = name if mesh.pp > 1 else "none"
-            yield like(replace(layout, schedule=schedule, vpp=vpp, stages=stages), job.layout)
+        vpp = choice.stages_per_rank
+        sizes = choice.stage_sizes or _spread(job.shape.layers, mesh.pp * vpp)
+        stages = sizes if len(set(sizes)) > 1 else ()
+        schedule = choice.schedule if mesh.pp > 1 else "none"
+        return like(replace(layout, schedule=schedule, vpp=vpp, stages=stages), job.layout)
 
     def _is_said(self, layout: Layout) -> bool:
         job, target = self.setting.job, self.setting.target

@@ -314,13 +314,13 @@ def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[Mesh
 
 
 def _unused_words(request: PlanRequest) -> str:
-    """That pins of tp and dp leave devices that neither a pipeline nor cp can use, as text; '' if they
-    leave none.
+    """That pins of tp and dp leave devices that no pipeline or cp that is searched uses, as text; '' if
+    they leave none.
     """
     pin, devices = request.pin, request.cluster.num_devices
     if pin.tp is None or pin.dp is None or prod(fixed_degrees(pin).values()) == devices:
         return ""
-    return f"{product_words(pin, devices)}, and no pipeline or cp can use the rest"
+    return f"{product_words(pin, devices)}, and no pipeline or cp that is searched uses the rest; pin pp or cp too"
 
 
 def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:

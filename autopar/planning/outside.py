@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError, NoLayout
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.candidates import (
@@ -24,7 +25,7 @@ from autopar.text.tables import Grid, grid
 from autopar.text.units import PROVED, ms, percent
 
 QUICK_S = 5.0
-"""Seconds of search for each layout that is priced."""
+"""The most seconds of search for each layout that is priced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Outside:
     plan: Plan | None = None
     why: str = ""
 
+    @property
+    def time_s(self) -> float | None:
+        """Step seconds of the fastest plan that was found there, which `plan` may be simpler than."""
+        return None if self.plan is None else self.plan.certificate.fastest_s
+
 
 def outside_of(request: PlanRequest, traced: TracedModel) -> list[Outside]:
     """For each choice that is not pinned, the nearest layout that its rule leaves out and that can be
@@ -48,8 +54,9 @@ def outside_of(request: PlanRequest, traced: TracedModel) -> list[Outside]:
     for choice, pin in _nearest(listed, request, len(traced.layers)):
         if choice in found or any(name in request.pin for name in pin):
             continue
-        more = replace(request, pin=Pins.of({**request.pin, **pin}))
-        more = replace(more, asked=Pins.of({**asked, **pin}))
+        more = replace(
+            request, pin=Pins.of({**request.pin, **pin}), asked=Pins.of({**asked, **pin})
+        )
         try:
             if inside.isdisjoint(layouts_within(more, traced)):
                 found[choice] = Outside(choice, pin)
@@ -85,7 +92,7 @@ def _nearest(
     yield "offload", {"offload": "optimizer"}
 
 
-def priced(outside: Outside, pins: Mapping[str, Any], plan_on: PlanOn, cluster: Any) -> Outside:
+def priced(outside: Outside, pins: Mapping[str, Any], plan_on: PlanOn, cluster: Cluster) -> Outside:
     """`outside` with the best plan that `plan_on` finds under its pins and the user's `pins`."""
     try:
         return replace(outside, plan=plan_on({**pins, **outside.pin}, cluster))
@@ -97,17 +104,17 @@ def outside_table(found: list[Outside], plan: Plan) -> Grid:
     """What each layout outside of the space takes, beside the fastest plan that was found inside."""
     rows, own_s = [], plan.certificate.fastest_s
     for one in found:
-        if one.plan is None:
+        if one.time_s is None:
             rows.append((one.choice, pin_text(one.pin), "-", one.why))
             continue
-        step_s = one.plan.predicted.step_time_s
-        more = step_s / own_s - 1
+        more = one.time_s / own_s - 1
         words = f"{percent(abs(more))} {'longer' if more > 0 else 'less: pin it'}"
-        rows.append(
-            (one.choice, pin_text(one.pin), ms(step_s), words if abs(more) > PROVED else "as long")
-        )
+        words = words if abs(more) > PROVED else "as long"
+        rows.append((one.choice, pin_text(one.pin), ms(one.time_s), words))
     columns = ("choice", "the nearest left out", "step time", "than the fastest inside")
-    return grid(f"Outside of the space, each searched for {QUICK_S:g} s", columns, rows, (2,))
+    return grid(
+        f"Outside of the space, each searched for at most {QUICK_S:g} s", columns, rows, (2,)
+    )
 
 
 def outside_data(found: list[Outside]) -> list[dict[str, Any]]:
@@ -116,7 +123,7 @@ def outside_data(found: list[Outside]) -> list[dict[str, Any]]:
         {
             "choice": one.choice,
             "pin": dict(one.pin),
-            "time_s": None if one.plan is None else one.plan.predicted.step_time_s,
+            "time_s": one.time_s,
             "why": one.why,
         }
         for one in found

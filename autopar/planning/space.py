@@ -1,4 +1,9 @@
-"""The rules by which candidates are listed, in words from which another program can list them too."""
+"""The rules by which candidates are listed, in words.
+
+On devices of one kind, without a target, another program lists the same meshes, micro-batches and
+ZeRO stages from these words (`tests/explain/test_space.py`). What they say of schedules, stages,
+recomputation, targets and several kinds of devices is not checked so.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +30,11 @@ from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MODES
 
-_PINNED = "pinned"
-
 
 @dataclass(frozen=True, slots=True)
 class SpaceRule:
-    """A rule by which candidates are listed: the `values` of a choice, in words that another program
-    can follow, and `why` there are no others.
+    """A rule by which candidates are listed: the `values` of a choice, in words, and `why` there are
+    no others.
     """
 
     choice: str
@@ -53,7 +56,7 @@ def space_rules(request: PlanRequest, traced: TracedModel) -> tuple[SpaceRule, .
     )
     pin = request.pin
     return tuple(
-        SpaceRule(rule.choice, f"{pin[rule.choice]}", _PINNED) if rule.choice in pin else rule
+        SpaceRule(rule.choice, str(pin[rule.choice]), "pinned") if rule.choice in pin else rule
         for rule in rules
     )
 
@@ -71,7 +74,8 @@ def _facts(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
         f"{tokens_per_row(traced)} positions, experts {experts or 'none'}",
         "captured",
     )
-    yield SpaceRule("batch", f"{request.global_batch} sequences", "asked")
+    of = f"groups of {traced.together} " if traced.together > 1 else ""
+    yield SpaceRule("batch", f"{request.global_batch} {of}sequences", "asked")
 
 
 def _mesh(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
@@ -169,8 +173,8 @@ def _sharing(request: PlanRequest) -> Iterator[SpaceRule]:
 
 
 def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
-    pin, restriction = request.pin, request.restriction
-    if pin.pp == 1:
+    restriction, why = request.restriction, "torch runs these"
+    if request.pin.pp == 1:
         yield SpaceRule("schedule", "none", "there is no pipeline")
         return
     names: Sequence[str] = [
@@ -180,9 +184,9 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
     ]
     if restriction is not None:
         names = [name for name in names if name in restriction.schedules]
+        why = f"{restriction.name} has no others"
     several = [name for name in SCHEDULES if SCHEDULES[name].min_stages_per_rank > 1]
-    why = "" if restriction is None else f"{restriction.name} has no others"
-    yield SpaceRule("schedule", _either(names) or "none", why or "torch runs these")
+    yield SpaceRule("schedule", _either(names) or "none", why)
     if request.is_mixed:
         yield SpaceRule("vpp", "1", "on several kinds of devices a rank has one stage")
     else:
@@ -193,14 +197,12 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
         )
     if restriction is not None and restriction.cuts is not None:
         yield SpaceRule("stages", restriction.cuts.how, f"so does {restriction.name}")
-    elif pin.stages is None:
+    else:
         yield SpaceRule(
             "stages",
             "any number of layers each if a rank has one; several are even but for the ends",
             "several stages of a rank are dealt in turns",
         )
-    else:
-        yield SpaceRule("stages", str(pin.stages), _PINNED)
 
 
 def _rest(request: PlanRequest) -> Iterator[SpaceRule]:

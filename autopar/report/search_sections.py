@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.explaining.certificate import certificate_rows, outcome_counts
+from autopar.explaining.certificate import (
+    SPACE_COLUMNS,
+    certificate_rows,
+    outcome_counts,
+    space_rows,
+)
 from autopar.explaining.found_plans import found_plans, pruned, why_lost
-from autopar.explaining.plan_report import SPACE_COLUMNS
 from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
 from autopar.ir.mesh import mesh_words
 from autopar.report.page import Section, Table
@@ -22,12 +26,12 @@ _SHOWN, _MOST_LOST = 6, 40
 def certificate(parts: PageParts) -> Section:
     """What is proved about the plan."""
     rows = certificate_rows(parts.plan, parts.cluster, parts.numbers)
-    proof, tables = parts.plan.certificate, (Table(("", ""), rows),)
-    if not proof.rules:  # of an earlier version
-        note = f"Search space: {proof.space}."
-        return Section("certificate", "Certificate", "", tables=tables, note=note)
-    rules: list[list[Words]] = [[r["choice"], r["values"], r["why"]] for r in proof.rules]
-    return Section("certificate", "Certificate", "", tables=(*tables, Table(SPACE_COLUMNS, rules)))
+    tables, note = [Table(("", ""), rows)], ""
+    if rules := space_rows(parts.plan):
+        tables.append(Table(SPACE_COLUMNS, rules))
+    else:
+        note = f"Search space: {parts.plan.certificate.space}."
+    return Section("certificate", "Certificate", "", tables=tuple(tables), note=note)
 
 
 def runners_up(parts: PageParts) -> Section | None:

@@ -30,7 +30,8 @@ class Limit:
     Attributes:
         why: what the framework lacks, in words that follow 'it', as for `Only`.
         instead: pins that keep to the rule, in words, such as 'pp=1'.
-        allows: whether a layout keeps to the rule.  It has the fields of `Candidate`.
+        allows: whether a layout keeps to the rule.  It has the fields of `Candidate`, with one schedule: `schedule` and
+            `stages_per_rank`.
     """
 
     why: str

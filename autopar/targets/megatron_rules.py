@@ -413,9 +413,8 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
         return even and not (shape.heads and shape.heads % tp)
 
     def rounds(choice: Any) -> bool:
-        counts = [count for _, count in choice.schedules] or [choice.stages_per_rank]
         pp = choice.mesh.pp
-        return pp == 1 or max(counts) == 1 or choice.num_microbatches % pp == 0
+        return pp == 1 or choice.stages_per_rank == 1 or choice.num_microbatches % pp == 0
 
     def shards(choice: Any) -> bool:
         mesh = choice.mesh

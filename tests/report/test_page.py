@@ -162,8 +162,9 @@ def test_text_and_page_have_the_same_facts(case):
         shown = " ".join(text.split())
         assert [fact for fact in facts if " ".join(fact.split()) not in shown] == []
     page = " ".join(unescape(re.sub(r"<[^>]*>", "", report.html())).split())
-    for rule in report.plan.certificate.rules:  # a terminal breaks the lines of its cells
-        assert all(words in page for words in rule.values()) and rule["choice"] in str(report)
+    words_of_text = set(str(report).split())  # a terminal breaks the lines of its cells
+    for words in (words for rule in report.plan.certificate.rules for words in rule.values()):
+        assert words in page and set(words.split()) <= words_of_text
     is_gathered = "all-gather over dp in forward" in report.html()
     assert is_gathered == (case == "ZeRO-3")
 

@@ -3,8 +3,8 @@
 A family is a set of candidates, such as all pipelines with tensor parallelism. Its candidates are
 ordered by the first bound of the search, which knows no memory. The first `SKETCHED` whose
 parameters fit are sketched with memory, and as many of those that recipes use. The `STAGED` most
-promising ones are solved, and more if these have no plan that fits. These counts limit the work, not the time, so that equal requests give
-equal runners-up.
+promising ones are solved, and more if these have no plan that fits. These counts limit the work,
+not the time, so that equal requests give equal runners-up.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class FamilyBest:
 class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
     that are solved together. `glances_s` has the first bound of each candidate in seconds, `bounds_s`
-    the last one, and `likely` the indices of those that recipes use. At most `processes` work at once; `tell` is called with a
-    line of text if one cannot be started. From `until` on, by `time.perf_counter()`, no more plans
-    are looked at; helpers have `stuck_s` seconds more.
+    the last one, and `likely` the indices of those that recipes use. At most `processes` work at
+    once; `tell` is called with a line of text if one cannot be started. From `until` on, by
+    `time.perf_counter()`, no more plans are looked at; helpers have `stuck_s` seconds more.
     """
 
     groups: Sequence[Sequence[int]]
@@ -251,15 +251,12 @@ def _best_of(
     sketched.sort(key=lambda one: one[:2])
     promising = [part for *_, part in sketched]
     best, _ = fastest(restager, promising[:STAGED], inf, until)
-    if best is not None:
-        return best, len(promising[:STAGED])
-    others = (
+    solved = len(promising[:STAGED])
+    later = (
         parts[number] for turn, parts in zip(turns, several, strict=True) for _, number in turn
     )
-    solved = len(promising[:STAGED])
-    for part in islice(chain(promising[STAGED:], others), IN_VAIN):
-        if best is not None or time.perf_counter() >= until:
-            break
+    others = islice(chain(promising[STAGED:], later), IN_VAIN)
+    while best is None and time.perf_counter() < until and (part := next(others, None)):
         best, _ = fastest(restager, [part], inf, until)
         solved += 1
     return best, solved
