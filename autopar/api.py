@@ -291,7 +291,7 @@ def _best_plan(
     except NoPlanFits as error:
         if error.least_bytes is None or deadline.is_over:
             raise
-        words = str(remedies(error, plan_for, ask, min(BUDGET_S, deadline.left_s)))
+        words = str(remedies(error, plan_for, ask, deadline.at_most_s(BUDGET_S)))
         raise NoPlanFits(words, error.least_bytes, error.proven) from None
 
 

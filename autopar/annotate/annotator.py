@@ -33,6 +33,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
+from autopar.ir.stop import check_time
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.strategies import fits
@@ -144,10 +145,11 @@ class Annotator:
             edges = None
             if alike.recompute != "none":
                 plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
-            pricers = [
-                ClassPricer(local_class(self.facts, index, alike, choices), self._trained, before)
-                for index, before in enumerate(plain)
-            ]
+            pricers = []
+            for index, before in enumerate(plain):
+                check_time()
+                local = local_class(self.facts, index, alike, choices)
+                pricers.append(ClassPricer(local, self._trained, before))
             self._keep_common(pricers)
             self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)
         return self._priced[alike]

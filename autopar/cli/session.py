@@ -59,8 +59,10 @@ class Asked:
     framework: str | None = None
 
 
-_SEARCH_SHARE = 0.9
-"""The fraction of the time that is left for the searches of a command, and not for its report."""
+_REPORT_SHARE, _REPORT_S, _REPORT_MOST = 0.1, 2.5, 0.4
+"""What the searches of a command leave for its report: a fraction of the time that is left, but at
+least these seconds, and at most the second fraction.
+"""
 
 
 class Planner:
@@ -165,9 +167,14 @@ class Planner:
         if self.target and within_target:
             request = request.within(self._restriction(seq))
         traced = self.traced(seq)
-        left_s = min(self.searches.next_s(_SEARCH_SHARE), time_limit_s)
+        left_s = min(self.searches.next_s(self._search_share()), time_limit_s)
         plan = api.plan_traced(traced, request, left_s, self.tell)
         return replace(plan, notes=(*self.notes, *plan.notes))
+
+    def _search_share(self) -> float:
+        """The fraction of the time that is left for searches, and not for the report."""
+        least = _REPORT_S / max(self.deadline.left_s, _REPORT_S)
+        return 1 - min(max(_REPORT_SHARE, least), _REPORT_MOST)
 
     def pins_within(self, pin: Mapping[str, Any]) -> Mapping[str, Any]:
         """The pins under which plans are made: the user's, and those of the command's target."""
@@ -214,7 +221,7 @@ class Planner:
             error,
             self.plan_for,
             Ask(pin, self.cluster, self.request.global_batch, self.seq),
-            budget_s=min(BUDGET_S, self.deadline.left_s),
+            budget_s=self.deadline.at_most_s(BUDGET_S),
             tell=self.tell,
         )
 

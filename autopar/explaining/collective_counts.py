@@ -19,7 +19,7 @@ from autopar.rewrite.lowerings.vocabulary_parallel import (
     vocab_parallel_linear_loss,
     vocab_parallel_statistics,
 )
-from autopar.rewrite.program import Program, assemble
+from autopar.rewrite.program import Program, assemble, class_graphs
 from autopar.rewrite.root import module_name
 
 Counts = dict[str, dict[str, int]]
@@ -81,11 +81,11 @@ def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
     micro-batch on rank 0, by direction. If the block is recomputed, the forward ones run twice;
     they are counted once.
     """
-    program, found = assemble(traced, plan, 0, torch.device("meta"), whole=True), {}
+    graphs, found = class_graphs(traced, plan, 0, torch.device("meta")), {}
     for segment in traced.segments:
         block = traced.classes[segment.class_index]
         if block.name not in found:
-            found[block.name] = _of_segment(program, segment.name, block)
+            found[block.name] = _count(graphs[block.name], value_grads(block.graph))
     return found
 
 

@@ -55,6 +55,10 @@ class Deadline:
         """Seconds until then, at least 0."""
         return max(self.at_s - self.clock(), 0.0)
 
+    def at_most_s(self, most_s: float) -> float:
+        """The seconds that are left, to a tenth, but at most `most_s`: a figure to print."""
+        return min(most_s, round(self.left_s, 1))
+
     @property
     def is_over(self) -> bool:
         """Whether the answer is due."""

@@ -38,6 +38,11 @@ UNPACKED_NAME = "autopar_sdpa_unpacked"
 `position_ids` in the batch and without.
 """
 
+IMAGE_SIZE = 224
+"""Height and width of images, in pixels, for models without a size: ImageNet's crops (He et al.,
+arXiv:1512.03385, section 3.4).
+"""
+
 
 def _transformers() -> Any:
     try:
@@ -304,7 +309,8 @@ def hf_example_inputs(
 
     Text models get `input_ids` (batch, seq) and `labels`. Labels are a copy of input_ids for
     language models, and (batch,) for sequence classifiers. Image classifiers get `pixel_values`
-    (batch, channels, height, width) and `labels` (batch,). Models of speech get `input_features`
+    (batch, channels, height, width), of `IMAGE_SIZE` where the config has no size, and `labels`
+    (batch,). Models of speech get `input_features`
     (batch, mel bins, frames) and `labels` (batch, seq). Raises AutoparError for other models.
     """
     kind, main, config = type(model).__name__, model.main_input_name, _untyped(model).config
@@ -337,7 +343,8 @@ def hf_example_inputs(
         shape = (batch, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": numbers(shape), "labels": integers(config.vocab_size, batch, seq)}
     if main == "pixel_values" and kind.endswith("ForImageClassification"):
-        size = config.image_size
+        # ResNets take images of any size, and their configuration has none
+        size = getattr(config, "image_size", IMAGE_SIZE)
         size = size if isinstance(size, (tuple, list)) else (size, size)
         pixels = numbers((batch, config.num_channels, *size))
         return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}

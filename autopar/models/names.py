@@ -30,6 +30,8 @@ REPOSITORIES = {
     "granite-20b-code-base-8k": "granite-20b-code",
     "llama-4-maverick-17b-128e": "llama4-maverick",
     "llama-4-scout-17b-16e": "llama4-scout",
+    "mistral-7b-instruct-v0.2": "mistral-7b-v0.2",
+    "mistral-7b-instruct-v0.3": "mistral-7b-v0.3",
     "mistral-large-instruct-2407": "mistral-large-123b",
     "mistral-large-instruct-2411": "mistral-large-123b",
     "mistral-nemo": "mistral-nemo-12b",

@@ -98,6 +98,8 @@ def find_best(
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
     until = start + _CHOSEN_SHARE * limits.time_s
     limits_s = limits.time_s
+    # listing candidates counts
+    limits = replace(limits, time_s=max(limits_s - (time.perf_counter() - start), 0.0))
     if request.compares_plans and (request.tolerance or request.runners_up):
         limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
     likely = common_layouts(candidates, spec.topology.devices_per_node)

@@ -52,9 +52,12 @@ def _of_machine(run: Run) -> Iterable[Assumed]:
     elif machine.system:
         why = f"{machine.system}, which the row names, has other nodes"
         yield Assumed("network", f"kind and efficiency of {node or device}, {rate}", why)
-    else:
+    elif node:
         why = "no system is named: that of the device's usual node"
-        yield Assumed("network", f"kind and efficiency of {node or 'Ethernet'}, {rate}", why)
+        yield Assumed("network", f"kind and efficiency of {node}, {rate}", why)
+    else:
+        why = f"no system is named, and the catalogue has no node with {device}"
+        yield Assumed("network", f"kind and efficiency of Ethernet, {rate}", why)
 
 
 def counted(runs: Iterable[Run]) -> list[tuple[Assumed, int]]:

@@ -230,8 +230,10 @@ DEFAULTS: tuple[Default, ...] = (
     Default("nvlink_domain", "the number after NVL in the GPU's name, else gpus_per_node",
             "what NVLink spans", lambda row: nvlink_domain_of(row["gpu"], row["gpus_per_node"]),
             matters=_never),
-    Default("nic_Bps", "by GPU: V100 100, A100 200, B300 and GB300 800, others 400 Gbit/s",
-            "the DGX or rack of that generation", lambda row: nic_Bps_of(row["gpu"])),
+    Default("nic_Bps",
+            "by GPU: V100 100, A100 200, B300 and GB300 800, others 400 Gbit/s; cards without a node "
+            "of the catalogue 10 Gbit/s",
+            "the DGX or rack of that generation; Ethernet", lambda row: nic_Bps_of(row["gpu"])),
     Default("memory_bytes", "by the GPU's name", "what nvidia-smi reports of it (machines.py)",
             lambda row: memory_bytes_of(row["gpu"]), matters=_never),
     Default("cp", "1", "context parallelism is printed where it is used", lambda row: 1),

@@ -7,8 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from autopar_cost_models import DEVICES, FITTED, NODES, FittedConstants, home_of
+from autopar_cost_models.catalogue import ETHERNET
 from autopar_cost_models.checks import nearest
 from autopar_cost_models.constants import MIB
+from autopar_cost_models.names import entries_of
 
 from autopar.errors import AutoparError, shown
 
@@ -45,19 +47,23 @@ _NIC_GBPS = {
     "GB300": 800.0,
 }
 OTHER_NIC_GBPS = 400.0
-"""Assumed network line rate per GPU, in Gbit/s, for GPUs without a table entry whose runs do not
-print theirs.
+"""Assumed network line rate per GPU, in Gbit/s, for GPUs without a table entry that have a node in
+the catalogue and whose runs do not print theirs.
 """
 
 _SYSTEMS = ((r"\bjean[ -]?zay\b", "jeanzay-a100"),)
 """Systems that notes of rows name, as patterns, and their node presets."""
 
 
+_BRANDS = r"(?:(?:nvidia|amd|geforce|tesla|instinct|quadro)[ -]+)*"
+"""Words before the model in the name of a GPU, as a pattern."""
+
+
 def gpu_model(gpu: str) -> str:
     """The GPU model in a name: `H100` for `H100-96G-HBM2e-500W`. Upper case; the whole text if it
     does not start with a name and number.
     """
-    found = re.match(r"\s*(?:nvidia[ -]+)?([a-z]*\d+[a-z]*)", gpu, re.IGNORECASE)
+    found = re.match(rf"\s*{_BRANDS}([a-z]*\d+[a-z]*)", gpu, re.IGNORECASE)
     return found[1].upper() if found else gpu.strip().upper()
 
 
@@ -68,6 +74,7 @@ def device_of(gpu: str) -> str:
     """
     model, text = gpu_model(gpu).lower(), gpu.lower()
     entries = [name for name in DEVICES if name == model or name.startswith(f"{model}-")]
+    entries = entries or [name for name in entries_of(gpu) if name in DEVICES]
     if not entries:
         known = ", ".join(name.upper() for name in DEVICES if name != "cpu")
         raise AutoparError(f"gpu {shown(gpu)} is not in the hardware catalogue; {known} are")
@@ -101,8 +108,16 @@ def nvlink_domain_of(gpu: str, gpus_per_node: int) -> int:
 
 
 def nic_Bps_of(gpu: str) -> float:
-    """The usual network line rate per GPU for this GPU model, in bytes/s."""
-    return _NIC_GBPS.get(gpu_model(gpu), OTHER_NIC_GBPS) * 1e9 / 8
+    """The usual network line rate per GPU for this GPU model, in bytes/s. That of a card without
+    a node in the catalogue is Ethernet's, unless the table has its model.
+    """
+    if (known := _NIC_GBPS.get(gpu_model(gpu))) is not None:
+        return known * 1e9 / 8
+    try:
+        is_card = home_of(device_of(gpu)) is None
+    except AutoparError:  # which is refused where it is predicted
+        is_card = False
+    return ETHERNET.bandwidth_Bps if is_card else OTHER_NIC_GBPS * 1e9 / 8
 
 
 def system_of(text: str) -> str:

@@ -5,7 +5,7 @@ calls them like the model's forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -160,14 +160,8 @@ def assemble(
     choices = _choices(traced, plan)
     stored = stored_layouts(traced, plan, choices)
     numbers = [number for stage in own for number in range(stage.start, stage.end)]
-    sharders, graphs = {}, {}
-    # a collective under way cannot be waited for in both parts of a backward
-    later = (lambda graph: graph) if plan.splits_backward else overlap
-    for key in dict.fromkeys(choices[number] for number in numbers):
-        block, chosen = traced.classes[key[0]], plan.blocks[key[1]]
-        sharders[key] = ClassSharder(block, chosen, mesh, rank, device, stored[key])
-        graphs[key] = later(join_rotations(sharders[key].run()))
     keys = {number: choices[number] for number in numbers}
+    sharders, graphs = _sharded(traced, plan, keys.values(), stored, rank, device)
     segments, parameters = _segments(traced, keys, graphs, stored, mesh, rank)
     steady = steady_values(traced) if len(stages) > 1 else frozenset()
     crossed = {source for stage in own for source in (*stage.received, *stage.sent)}
@@ -177,7 +171,8 @@ def assemble(
     for stage in own:
         of_segments = {n: sharders[choices[n]] for n in range(stage.start, stage.end)}
         root = RootGraph(traced, stage, of_segments, crossing, mesh, rank)
-        module = GraphModule(segments, later(root.run(layouts)), class_name="Program")
+        graph = _overlapped(plan, root.run(layouts))
+        module = GraphModule(segments, graph, class_name="Program")
         received, sent = (tuple(crossing[x] for x in xs) for xs in (stage.received, stage.sent))
         draws = root.noise is not None
         programs.append(StageProgram(stage, module, received, sent, draws, stage.updates))
@@ -195,6 +190,44 @@ def assemble(
         holders=holders_of(traced, stages, mesh),
         loss_axes=tuple(axis for axis in mesh.active if loss[axis].inputs[0] == P),
     )
+
+
+def class_graphs(
+    traced: TracedModel, plan: Plan, rank: int, device: torch.device
+) -> dict[str, Graph]:
+    """For each block class by name: the graph of its first segment in the program of `rank`.
+    Arguments and errors are those of `assemble`, which takes longer.
+    """
+    traced = fused(traced, plan.fusion.mode)
+    choices = _choices(traced, plan)
+    first = {traced.classes[key[0]].name: key for key in reversed(choices)}
+    stored = stored_layouts(traced, plan, choices)
+    _, graphs = _sharded(traced, plan, first.values(), stored, rank, device)
+    return {name: graphs[key] for name, key in reversed(first.items())}
+
+
+def _sharded(
+    traced: TracedModel,
+    plan: Plan,
+    keys: Iterable[Key],
+    stored: Mapping[Key, dict[str, Layouts]],
+    rank: int,
+    device: torch.device,
+) -> tuple[dict[Key, ClassSharder], dict[Key, Graph]]:
+    """(the sharder, the graph of a segment on `rank`) of each key; `stored` as `stored_layouts`."""
+    sharders, graphs = {}, {}
+    for key in dict.fromkeys(keys):
+        block, chosen = traced.classes[key[0]], plan.blocks[key[1]]
+        sharders[key] = ClassSharder(block, chosen, plan.mesh, rank, device, stored[key])
+        graphs[key] = _overlapped(plan, join_rotations(sharders[key].run()))
+    return sharders, graphs
+
+
+def _overlapped(plan: Plan, graph: Graph) -> Graph:
+    """`overlap`, but the graph itself where backward has two parts: a collective under way cannot
+    be waited for in both.
+    """
+    return graph if plan.splits_backward else overlap(graph)
 
 
 Key = tuple[int, int]

@@ -12,7 +12,7 @@ from torch.export import Dim, export
 from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.models import hf_example_inputs, parse_model, prepare_hf
-from autopar.models.hf import HFSpec
+from autopar.models.hf import IMAGE_SIZE, HFSpec
 
 transformers = pytest.importorskip("transformers")
 
@@ -293,6 +293,12 @@ def test_image_classifiers_are_built_from_a_config():
         3,
         5,
     )
+
+
+def test_images_without_a_size_are_those_of_imagenet():
+    spec = parse_model("resnet-50")
+    pixels = spec.example_inputs(2, 1)["pixel_values"]
+    assert pixels.shape == (2, 3, IMAGE_SIZE, IMAGE_SIZE)
 
 
 def test_blooms_gelu_has_the_gradient_of_its_own_backward():

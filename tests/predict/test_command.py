@@ -107,6 +107,26 @@ def test_json(predictions):
     )
 
 
+@pytest.mark.parametrize("gbps", ["25", "50", "100", "200"])
+def test_no_rate_is_taken_for_a_system_and_the_network_is_printed(tmp_path, gbps):
+    """25, 50 and 100 Gbit/s a GPU are those of presets of clouds and of Jean Zay."""
+    rows = [
+        GPT | {"id": gpu, "gpu": gpu, "nic_gbps_per_gpu": gbps}
+        for gpu in ("A100-80G", "A100-40G", "H100", "L40S")
+    ]
+    data = json.loads(report_json(predict_file(write(tmp_path, *rows), invented)))
+    said = {row["id"]: row["assumed"] for row in data["rows"]}
+    for gpu, words in {
+        "A100-80G": "dgx-a100-80g",
+        "A100-40G": "dgx-a100-40g",
+        "H100": "dgx-h100",
+        "L40S": "Ethernet",
+    }.items():
+        (network,) = (text for text in said[gpu] if text.startswith("network: "))
+        assert f"kind and efficiency of {words}, at {gbps} Gbit/s a GPU" in network
+        assert ("no node with l40s" in network) == (gpu == "L40S")
+
+
 def test_tables(predictions):
     console = Console(width=200, record=True, force_terminal=False)
     console.print(report_table(predictions, "source"))

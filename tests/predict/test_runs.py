@@ -11,7 +11,7 @@ from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.errors import AutoparError
 from autopar.predict.defaults import DEFAULTS
-from autopar.predict.machines import memory_bytes_of, nvlink_domain_of
+from autopar.predict.machines import device_of, memory_bytes_of, nic_Bps_of, nvlink_domain_of
 from autopar.predict.options import (
     layouts_out_of_memory,
     read_dtype,
@@ -386,6 +386,22 @@ def test_unknown_columns_and_missing_optional_columns(tmp_path):
     required = {key: GPT[key] for key in REQUIRED_COLUMNS}
     runs, problems = read_runs(write(tmp_path, required | {"weather": "rain"}))
     assert not problems and runs[0].degrees.dp == 4 and runs[0].complete
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "gbps"),
+    [
+        ("RTX 4090 24GB", "rtx4090", 10),
+        ("NVIDIA GeForce RTX 3090", "rtx3090", 10),
+        ("L40S", "l40s", 10),
+        ("Tesla V100-SXM2-32GB", "v100-32g", 100),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80g", 200),
+        ("AMD Instinct MI300X", "mi300x", 400),
+    ],
+)
+def test_gpus_are_found_by_names_of_their_makers(text, device, gbps):
+    """A single card has Ethernet, unless its model is known to have more."""
+    assert device_of(text) == device and nic_Bps_of(text) == pytest.approx(gbps * 1e9 / 8)
 
 
 def test_names_of_gpus():

@@ -18,6 +18,7 @@ from autopar.annotate.annotator import Annotator
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.deadline import Deadline
+from autopar.ir.stop import TimeIsOver, check_time, stops_at
 from autopar.models import parse_model
 from autopar.planning.searches import Searches
 from autopar.request.pins import Pins
@@ -32,13 +33,21 @@ LIMIT_S = 100.0
 
 
 class Clock:
-    """A clock that stands still until `last` steps were begun, and then is far beyond any limit."""
+    """A clock that stands still until `last` steps were begun, and then is far beyond any limit. If
+    it `ticks`, each look at it is a step, so that the time also ends inside of other steps.
+    """
 
-    def __init__(self, last: float) -> None:
-        self.last, self.steps = last, 0
+    def __init__(self, last: float, ticks: bool = False) -> None:
+        self.last, self.steps, self.ticks = last, 0, ticks
+        self.late = 0  # steps that were begun after the end
 
     def __call__(self) -> float:
+        self.steps += self.ticks
         return 1e9 if self.steps >= self.last else 0.0
+
+    def begin(self) -> None:
+        self.late += self.steps >= self.last
+        self.steps += not self.ticks
 
 
 @cache
@@ -46,37 +55,38 @@ def traced():
     return api.trace_spec(parse_model(MODEL), 128)
 
 
-def planned(monkeypatch, last: float, **asked):
-    """(the plan or None, how many steps were begun), if the time is over after `last` steps."""
-    clock = Clock(last)
+def planned(monkeypatch, last: float, ticks: bool = False, **asked):
+    """(the plan or None, the clock), if the time is over after `last` steps."""
+    clock = Clock(last, ticks)
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", clock)
         for kind, name in STEPS:
             real = getattr(kind, name)
 
             def counted(*args, real=real):
-                clock.steps += 1
+                clock.begin()
                 return real(*args)
 
             patch.setattr(kind, name, counted)
         cluster = ClusterSpec.parse("dgx-h100:2").kept_free()
         request = PlanRequest(cluster, 32, Pins(), "bf16", False, "m", **asked)
         try:
-            return api.plan_traced(traced(), request, LIMIT_S, processes=1), clock.steps
+            return api.plan_traced(traced(), request, LIMIT_S, processes=1), clock
         except NoPlanFits as error:
             assert error.is_cut and "raise the time limit" in str(error)
-            return None, clock.steps
+            return None, clock
 
 
 def test_a_plan_is_the_best_so_far_wherever_the_time_ends(monkeypatch):
     """Simpler plans, runners-up and the layout on all memory are among the steps."""
     asked = {"tolerance": 0.02, "runners_up": True}
-    whole, steps = planned(monkeypatch, inf, **asked)
+    whole, clock = planned(monkeypatch, inf, **asked)
+    steps = clock.steps
     assert whole is not None and whole.certificate.gap <= 1e-3 and steps > 60
     best_s, found = whole.certificate.bound_s, 0
     for last in (1, *tried((), (3,)), *range(8, steps, max(steps // tried(3, 5), 1))):
-        plan, begun = planned(monkeypatch, last, **asked)
-        assert begun <= last + 8, (last, begun, steps)
+        plan, clock = planned(monkeypatch, last, **asked)
+        assert clock.late <= 8, (last, clock.late, steps)
         if plan is None:
             continue
         proof = plan.certificate
@@ -86,6 +96,33 @@ def test_a_plan_is_the_best_so_far_wherever_the_time_ends(monkeypatch):
         cut = [entry for entry in proof.runners_up if entry["cut"]]
         assert cut or last > steps // 2
     assert found >= tried(2, 3)
+
+
+def test_a_step_that_has_begun_stops_with_the_time(monkeypatch):
+    """Wherever a look at the clock ends the time: the plan of the search so far, or none."""
+    asked = {"tolerance": 0.02, "runners_up": True}
+    whole, clock = planned(monkeypatch, inf, ticks=True, **asked)
+    assert whole is not None
+    looks, found = clock.steps, 0
+    for part in tried((0.05, 0.5), (0.01, 0.02, 0.1, 0.2, 0.3, 0.7, 0.9)):
+        plan, clock = planned(monkeypatch, part * looks, ticks=True, **asked)
+        assert clock.late <= 8 and clock.steps < part * looks + 500, (part, clock.steps, looks)
+        if plan is not None:
+            found += 1
+            assert plan.certificate.bound_s <= whole.certificate.bound_s * (1 + 1e-6)
+            assert plan.certificate.fastest_s >= whole.certificate.bound_s * (1 - 1e-6)
+    assert found
+
+
+def test_the_earlier_of_two_times_stops():
+    check_time()  # without a time
+    with stops_at(time.perf_counter() + 100.0):
+        check_time()
+        with pytest.raises(TimeIsOver), stops_at(0.0):
+            check_time()
+        check_time()
+    with pytest.raises(TimeIsOver), stops_at(0.0), stops_at(inf):
+        check_time()
 
 
 def test_what_follows_a_capture_has_half_of_the_limit():

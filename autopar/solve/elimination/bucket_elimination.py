@@ -28,6 +28,7 @@ from random import Random
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.stop import check_time
 from autopar.solve.costs.placement_cost import Choices, fits_together
 from autopar.solve.elimination import cost_tables
 from autopar.solve.elimination.cost_tables import WAYS, CostTables, Scope, Stack
@@ -573,5 +574,6 @@ def _eliminated(
             if v in left:
                 asked[number] = asked[number].take(left[v], axis=axis)
     for step in steps:
+        check_time()
         asked.append(np.minimum.reduce(step.added(asked), axis=0))
     return _Eliminated(steps, [*scopes, *(step.left for step in steps)], asked, left, sizes)

@@ -26,6 +26,7 @@ from autopar.ir.annotated import (
     Strategy,
 )
 from autopar.ir.sharding import Layout
+from autopar.ir.stop import check_time
 from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.placement_cost import input_bytes
 from autopar.solve.costs.recompute_mix import Models
@@ -156,6 +157,7 @@ class CostTables:
             for o, op in enumerate(block.ops)
         }
         for c in range(len(self.base.classes)):
+            check_time()
             self._add_class(c)
         for edge in self.base.edges:
             self._add_edge(edge)

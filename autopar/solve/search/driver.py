@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
@@ -20,6 +21,7 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
+from autopar.ir.stop import TimeIsOver, stops_at
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.integer_program.placement_solver import OPTIMALITY_GAP, Infeasible
@@ -195,20 +197,26 @@ class Driver:
 
     def _open(self, number: int) -> None:
         """Finds the first bound of candidate `number`, and writes it to the board for other
-        processes.
+        processes. If the time ends before that, the candidate stays unexplored.
         """
-        self.refiner.open(number)
         entry, board = self.state.entries[number], self.state.board
+        try:
+            with stops_at(self.state.stop_s):
+                self.refiner.open(number)
+        except TimeIsOver:
+            entry.outcome, entry.is_opened, entry.solver = "unexplored", False, None
         if entry.is_opened:
             board.bound_s[number], board.estimate_s[number] = entry.bound_s, entry.estimate_s
 
     def _refine(self, number: int, at_once: bool = False) -> None:
         """Takes one step with candidate `number`, unless it can be pruned, and puts it back in the
-        queue if it is still open. `at_once`: steps until it is solved or cannot be the best.
+        queue if it is still open. `at_once`: steps until it is solved or cannot be the best. A step
+        that the end of the time stops leaves the candidate open, with the bound that it had.
         """
         entry = self.state.entries[number]
         if not self.state.prune(entry):
-            self.refiner.advance(number, at_once)
+            with suppress(TimeIsOver), stops_at(self.state.stop_s):
+                self.refiner.advance(number, at_once)
         if entry.outcome == "open":
             self.state.put_back(number)
 

@@ -17,6 +17,7 @@ from math import inf
 from typing import Any
 
 from autopar.ir.mesh import MeshShape
+from autopar.ir.stop import TimeIsOver, check_time, stops_at
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
@@ -275,14 +276,25 @@ def _promising(
         if kind not in smallest or sizes[number] < sizes[smallest[kind]]:
             smallest[kind] = number
     too_much: dict[Hashable, float] = {}
+
+    def likely_s_of(number: int) -> float | None:
+        """`likely_s` of a part; None if `until` is over."""
+        try:
+            with stops_at(until):
+                check_time()
+                return restager.likely_s(parts[number])
+        except TimeIsOver:
+            return None
+
     for number, kind in enumerate(kinds):
         if kind not in too_much:
-            too_much[kind] = 0 if restager.likely_s(parts[smallest[kind]]) == inf else inf
-        if time.perf_counter() >= until:
-            return
+            if (least_s := likely_s_of(smallest[kind])) is None:
+                return
+            too_much[kind] = 0 if least_s == inf else inf
         if sizes[number] >= too_much[kind]:
             continue
-        likely_s = restager.likely_s(parts[number])
+        if (likely_s := likely_s_of(number)) is None:
+            return
         if likely_s == inf:
             too_much[kind] = min(too_much[kind], sizes[number])
             continue

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
 
+from autopar.ir.stop import TimeIsOver
 from autopar.solve.bounds.cell import Cell, least_costs
 from autopar.solve.bounds.family import Family
 from autopar.solve.bounds.lagrangian import leanest
@@ -130,12 +131,17 @@ class MixedSolver:
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best `Staged` plan of some placements below `upper_bound_s`, or None; a lower bound
         on all). If none of them fits or is faster, the leanest placement is tried. `time_limit_s`
-        is ignored.
+        is ignored. Raises `TimeIsOver` if `stops_at` ends it before it has a plan.
         """
         best = None
         for choices in self._placements():
             schedules = sorted(self.bounds_s, key=self.bounds_s.__getitem__)
-            found, _ = self._try(choices, schedules, upper_bound_s)
+            try:
+                found, _ = self._try(choices, schedules, upper_bound_s)
+            except TimeIsOver:
+                if best is None:
+                    raise
+                break
             if found is not None:
                 best, upper_bound_s = found, time_to_beat_s(found.solution.time_s)
         if best is None:

@@ -14,6 +14,7 @@ from autopar.solve.search.board import Board
 from autopar.solve.search.candidate_state import Entry
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.staged_placement import Staged
+from autopar.solve.search.workers import patience_s
 
 
 def time_to_beat_s(time_s: float) -> float:
@@ -76,6 +77,14 @@ class SearchState:
     def time_left_s(self) -> float:
         """Seconds until the limit, at least 0."""
         return max(self.limits.time_s - self.elapsed_s, 0.0)
+
+    @property
+    def stop_s(self) -> float:
+        """The time, by `time.perf_counter()`, at which a step that is under way stops: the limit,
+        or a little later as long as no plan is known.
+        """
+        more_s = patience_s(self.limits.time_s) if self.best_s == inf else 0.0
+        return self.start + self.limits.time_s + more_s
 
     # ----------------------------------------------------------------------------------------------------------- queue
 

@@ -9,7 +9,7 @@ one that leaves memory free. Classes after that are not looked at.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -18,6 +18,7 @@ from math import inf
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.ir.simplicity import FREE_SHARE, INSIDE, Simplicity, simplicity_of
+from autopar.ir.stop import TimeIsOver, check_time, stops_at
 from autopar.solve.costs.candidate import MIXED, Candidate
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
@@ -122,25 +123,35 @@ class Preference:
         candidate, solution = found.best
         own = candidate_simplicity(candidate, self._is_crowded(solution.memory_bytes))
         limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
-        known = [
-            offer
-            for place, group in enumerate(_as_simple(groups, candidates))
-            if (least_s := _least_s(found, group)) <= limit_s
-            for offer in _offers(place, [candidates[n] for n in group], least_s)
-            if offer.simplicity <= bare
-        ]
-        # a search that had no time for candidates has the bound 0
-        offers = [offer for offer in known if proved or offer.bound_s > 0]
-        left = {offer.simplicity for offer in known if not proved and offer.bound_s <= 0}
+        offers: list[Offer] = []
+        left: set[Simplicity] = set()
+        seen: set[Hashable] = set()
+        for place, group in enumerate(_as_simple(groups, candidates)):
+            if (least_s := _least_s(found, group)) > limit_s:
+                continue
+            # a search that had no time for candidates has the bound 0
+            is_left, kind = not proved and least_s <= 0, _kind_of(candidates[group[0]])
+            if is_left and kind in seen:
+                continue
+            of_group = _offers(place, [candidates[n] for n in group], least_s)
+            near = [offer for offer in of_group if offer.simplicity <= bare]
+            if is_left:
+                seen.add(kind)
+                left |= {offer.simplicity for offer in near}
+            else:
+                offers += near
         offers.sort(key=lambda offer: (offer.simplicity, offer.place))
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
             open_ = []
             for offer in alike:
-                if time.perf_counter() >= self.until:
+                try:
+                    with stops_at(self.until):
+                        check_time()
+                        if self._bound_s(offer, limit_s, bounds_s) < limit_s:
+                            open_.append(offer)
+                except TimeIsOver:
                     left.add(simplicity)
-                elif self._bound_s(offer, limit_s, bounds_s) < limit_s:
-                    open_.append(offer)
             is_own = simplicity == bare
             within_s = (1 + (self._share(found) if is_own else self.tolerance)) * solution.time_s
             parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
@@ -204,8 +215,13 @@ def fastest(
         if time.perf_counter() >= until:
             late = len(parts) - number
             break
-        solver = restager.solver(part)
-        bound_s, _ = solver.raise_bounds(upper_bound_s)
+        try:
+            with stops_at(until):
+                solver = restager.solver(part)
+                bound_s, _ = solver.raise_bounds(upper_bound_s)
+        except TimeIsOver:
+            late = len(parts) - number
+            break
         if bound_s < upper_bound_s:
             waiting.append((bound_s, number, solver))
     best, unsettled = None, late
@@ -215,7 +231,12 @@ def fastest(
         if time.perf_counter() >= until:
             unsettled += 1
             continue
-        found, bound_s = restager.solved(parts[number], solver, upper_bound_s, until)
+        try:
+            with stops_at(until):
+                found, bound_s = restager.solved(parts[number], solver, upper_bound_s, until)
+        except TimeIsOver:
+            unsettled += 1
+            continue
         unsettled += found is None and bound_s < upper_bound_s
         if found is not None:
             best, upper_bound_s = found, found.time_s
@@ -265,6 +286,12 @@ def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[
             part = Part(whole.group, modes, schedules)
             all_modes = Part(whole.group, whole.modes, schedules)
             yield Offer(simplicity(name, schedules[0]), place, bound_s, part, all_modes)
+
+
+def _kind_of(candidate: Candidate) -> Hashable:
+    """What decides the simplicities of the plans of a candidate."""
+    schedules = candidate.schedules or ((candidate.schedule, candidate.stages_per_rank),)
+    return candidate.mesh, candidate.shard, schedules, candidate.modes
 
 
 def candidate_simplicity(candidate: Candidate, is_crowded: bool = False) -> Simplicity:

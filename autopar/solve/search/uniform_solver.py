@@ -17,6 +17,7 @@ from functools import cache, partial
 from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.stop import TimeIsOver
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.bounds.family import Family
 from autopar.solve.bounds.lagrangian import leanest
@@ -78,7 +79,8 @@ class UniformSolver:
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best `Staged` plan of some placements below `upper_bound_s`, or None; a lower bound
         on all). `raise_bounds` must be called first. Once any plan is known, no more are staged
-        after `time_limit_s` seconds.
+        after `time_limit_s` seconds. Raises `TimeIsOver` if `stops_at` ends it before it has a
+        plan.
 
         With an infinite `upper_bound_s`, the plan is the leanest placement if none of the others
         fits.
@@ -90,7 +92,12 @@ class UniformSolver:
                 late = time.perf_counter() - start > time_limit_s
                 if bounds_s[schedule] >= upper_bound_s or (late and upper_bound_s < inf):
                     break
-                found = self.stager.staged(choices, schedule, upper_bound_s)
+                try:
+                    found = self.stager.staged(choices, schedule, upper_bound_s)
+                except TimeIsOver:
+                    if best is None:
+                        raise
+                    return best, self.bounds.least_s
                 least_s = min(least_s, bound_of(found))
                 if isinstance(found, Staged) and found.solution.time_s < upper_bound_s:
                     best, upper_bound_s = found, found.solution.time_s
@@ -162,13 +169,19 @@ class UniformSolver:
                 break
             whole = frontier.pop()
             family = whole.within(possible)
-            if family is whole:
-                found = self._split(frontier, family, upper_bound_s)
-                best, upper_bound_s = (
-                    (best, upper_bound_s) if found is None else (found, found.solution.time_s)
-                )
-            elif family is not None:  # a faster plan was found since it was bounded
-                self._push(frontier, family, upper_bound_s)
+            try:
+                if family is whole:
+                    found = self._split(frontier, family, upper_bound_s)
+                    best, upper_bound_s = (
+                        (best, upper_bound_s) if found is None else (found, found.solution.time_s)
+                    )
+                elif family is not None:  # a faster plan was found since it was bounded
+                    self._push(frontier, family, upper_bound_s)
+            except TimeIsOver:
+                frontier.push(whole, min(whole.bounds_s.values()))
+                if best is None:
+                    raise
+                break
         # the upper bound may rise again, where a process that found a plan dies
         self._dropped_s = min(self._dropped_s, upper_bound_s)
         return best, min(self._left_s(frontier), self._dropped_s)

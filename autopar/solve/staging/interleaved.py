@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 from autopar_cost_models import held_moments
 
+from autopar.ir.stop import check_time
 from autopar.solve.costs.pareto import undominated
 from autopar.solve.costs.pipeline_cost import stages_of
 from autopar.solve.costs.schedule import Schedule, Staging
@@ -53,6 +54,7 @@ def best_deal(
         for (_, runs), each_s in zip(deals, lines_s, strict=True)
     ]
     for number in sorted(range(len(deals)), key=least.__getitem__):
+        check_time()
         sizes, runs = deals[number]
         least_s, known_s = least[number], best[0] if best else upper_bound_s
         if least_s >= known_s:

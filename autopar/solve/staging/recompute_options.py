@@ -10,6 +10,7 @@ from math import comb, prod
 
 import numpy as np
 
+from autopar.ir.stop import check_time
 from autopar.solve.costs.pareto import undominated
 
 
@@ -131,6 +132,8 @@ class RecomputeOptions:
     micro_batches: int
     known_options: dict[tuple[tuple[int, ...], bool], Options] = field(default_factory=dict)
     known_ways: dict[tuple[tuple[int, ...], int], AlikeWays] = field(default_factory=dict)
+    # by kind and whether backward is split: the Pareto-optimal options of 0, 1, ... blocks
+    known_of_kind: dict[tuple[int, bool], list[Options]] = field(default_factory=dict)
 
     def options(self, counts: tuple[int, ...], parted: bool) -> Options:
         """The ways (`Options`) to run `counts[kind]` blocks of each kind, with a split (`parted`)
@@ -154,34 +157,47 @@ class RecomputeOptions:
         """The ways to run `counts[kind]` blocks of each kind, built kind by kind; dominated ones
         are dropped at each step. `work_s` and `lines` are 0, since they are not known.
         """
-        none, zero = np.zeros(1, dtype=int), np.zeros(1)
-        no_lines = len(self.kinds[0].lines)  # by which ways are not sifted
-        found = Options(
-            more_s=zero,
-            least_s=zero,
-            work_s=zero,
-            lines=np.zeros((1, no_lines)),
-            more_kept=none,
-            moment=none,
-            late=none,
-            amounts=np.zeros((1, 0, self.modes), dtype=int),
+        found, *others = (
+            self._of_kind(kind, int(count), parted) for kind, count in enumerate(counts)
         )
-        for kind, count in zip(self.kinds, counts, strict=True):
-            amounts = _splits(int(count), self.modes)
-            needed = np.array(kind.parted if parted else kind.transient)
-            more_s = amounts @ np.array(kind.more_s)
-            more = Options(
-                more_s=more_s,
-                least_s=more_s + amounts @ np.array(kind.step_s) / self.micro_batches,
-                work_s=np.zeros(len(amounts)),  # not known
-                lines=np.zeros((len(amounts), no_lines)),
-                more_kept=amounts @ np.array(kind.more_kept),
-                moment=np.where(amounts > 0, needed, 0).max(axis=1),
-                late=amounts @ np.array(kind.late) * parted,
-                amounts=amounts[:, None, :],
-            )
-            found = _sifted(_joined(found, _sifted(more)))
+        for other in others:
+            found = _sifted(_joined(found, other))
         return found
+
+    def _of_kind(self, number: int, count: int, parted: bool) -> Options:
+        """The Pareto-optimal ways to run `count` blocks of the kind with index `number`, as for
+        `_sifted_options`. Those of one block more are among those with one more block each, so
+        that few ways are compared where blocks are many. Cached.
+        """
+        known = self.known_of_kind.setdefault((number, parted), [])
+        if not known:
+            known.append(self._priced(number, np.zeros((1, self.modes), dtype=int), parted))
+        one_more = np.eye(self.modes, dtype=int)
+        while len(known) <= count:
+            check_time()
+            amounts = (known[-1].amounts + one_more).reshape(-1, self.modes)
+            codes = amounts[:, ::-1] @ (len(known) + 1) ** np.arange(self.modes)
+            _, distinct = np.unique(-codes, return_index=True)  # most in the first mode first
+            known.append(_sifted(self._priced(number, amounts[distinct], parted)))
+        return known[count]
+
+    def _priced(self, number: int, amounts: np.ndarray, parted: bool) -> Options:
+        """The ways with these `amounts` ([way, mode] numbers of blocks) of the kind with index
+        `number`, in their order. `work_s` and `lines` are 0, since they are not known.
+        """
+        kind = self.kinds[number]
+        needed = np.array(kind.parted if parted else kind.transient)
+        more_s = amounts @ np.array(kind.more_s)
+        return Options(
+            more_s=more_s,
+            least_s=more_s + amounts @ np.array(kind.step_s) / self.micro_batches,
+            work_s=np.zeros(len(amounts)),
+            lines=np.zeros((len(amounts), len(kind.lines))),
+            more_kept=amounts @ np.array(kind.more_kept),
+            moment=np.where(amounts > 0, needed, 0).max(axis=1),
+            late=amounts @ np.array(kind.late) * parted,
+            amounts=amounts[:, None, :],
+        )
 
     def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
         """The ways with these `amounts` ([way, kind, mode] numbers of blocks), fastest first."""

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from autopar_cost_models import held_moments, late_moments
 
+from autopar.ir.stop import check_time
 from autopar.solve.costs.pipeline_cost import is_parted
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.staging.least_recomputation import least
@@ -105,6 +106,7 @@ class RunFinder:
         that fits; None if no recomputation makes them fit. Clears `is_free` if they do not fit, or
         fit only with recomputation.
         """
+        check_time()
         row, room = self.rows[stage], self.rooms[stage]
         if (found := least(row, first, end, *room)) is None:
             self.is_free = False
