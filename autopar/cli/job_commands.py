@@ -10,6 +10,7 @@ import click
 from autopar.cli import options
 from autopar.cli.pictures import Pictures, page_options
 from autopar.cli.terminal import progress, show
+from autopar.ir.deadline import Deadline
 
 if TYPE_CHECKING:
     from autopar.targets.job import Exported
@@ -84,6 +85,7 @@ def check(
     `pictures` has the arguments of `Pictures`.
     """
     drawn, page = Pictures.taken_from(pictures), None
+    deadline = Deadline.after(time_limit)  # imports count
     with progress("reading") as tell:
         from autopar.jobs.check import check_job
         from autopar.jobs.measured import measured_step_s
@@ -97,7 +99,7 @@ def check(
         gpus = spec.num_devices
         measured_s = measured_step_s(measured, job, seq, gpus) if measured is not None else None
         tell("pricing the job, and looking for better plans")
-        answer = check_job(job, spec, model, seq, measured_s, time_limit)
+        answer = check_job(job, spec, model, seq, measured_s, deadline=deadline)
         if drawn.wanted:
             from autopar.jobs.page import check_page
 

@@ -115,6 +115,7 @@ def check_job(
     measured_s: float | None = None,
     time_limit_s: float = 60.0,
     advise: bool = True,
+    deadline: Deadline | None = None,
 ) -> Answer:
     """What is known about a job on a cluster, as an `Answer`.
 
@@ -127,11 +128,12 @@ def check_job(
         time_limit_s: seconds for the whole answer.  What follows the price of the job's own layout has at least half of them.  In the
             main thread that price is given up after these seconds, or after 120 if that is more.
         advise: whether to look for better plans and for changes that fit.
+        deadline: in the place of `time_limit_s`: the limit of a command that has begun.
 
     Raises:
         AutoparError: the cluster is not known or has several kinds of devices.
     """
-    deadline = Deadline.after(time_limit_s)
+    deadline = deadline or Deadline.after(time_limit_s)
     spec = parsed_cluster(cluster).one_kind
     target = target_of(job.framework)
     findings = [*job.findings, *_devices_findings(job, spec)]

@@ -43,9 +43,10 @@ from autopar.solve.search.simplest import Preference, with_plan
 from autopar.solve.search.workers import patience_s, processes_for_search
 from autopar.trace.fusion.fused import fused
 
-_SEARCH_SHARE, _CHOSEN_SHARE = 0.85, 0.95
+_SEARCH_SHARE, _CROSSING_SHARE, _CHOSEN_SHARE = 0.85, 0.75, 0.95
 """Share of the time limit for the search itself, if simpler plans or runners-up are looked for after
-it. And the share after which no more simpler plans are looked for.
+it; and if plans whose tensor parallelism stays inside nodes are too. And the share after which no
+more simpler plans are looked for.
 """
 
 
@@ -101,7 +102,9 @@ def find_best(
     # listing candidates counts
     limits = replace(limits, time_s=max(limits_s - (time.perf_counter() - start), 0.0))
     if request.compares_plans and (request.tolerance or request.runners_up):
-        limits = replace(limits, time_s=_SEARCH_SHARE * limits.time_s)
+        crosses = request.tolerance and any(map(_crossing(request), {c.mesh for c in candidates}))
+        share = _CROSSING_SHARE if crosses else _SEARCH_SHARE
+        limits = replace(limits, time_s=share * limits.time_s)
     likely = common_layouts(candidates, spec.topology.devices_per_node)
     found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of, likely)
     if found.best is None or not request.compares_plans:

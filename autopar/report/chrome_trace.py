@@ -93,7 +93,7 @@ def write_trace(path: str | Path, timeline: Timeline, plan: Plan, every_rank: bo
         write_text(found, text, "trace")
     else:
         try:
-            found.write_bytes(gzip.compress(text.encode(), mtime=0))
+            found.write_bytes(gzip.compress(text.encode(), compresslevel=4, mtime=0))
         except OSError as error:
             raise AutoparError(f"cannot write trace {found}: {reason_of(error)}") from None
     return len(data["traceEvents"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -17,9 +18,12 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.simplicity import INSIDE
 from autopar.models import parse_model
+from autopar.planning import planner
 from autopar.planning.objectives import Goal, choose
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
+from autopar.solve.search import branch_and_bound, simplest
+from autopar.solve.search.simplest import Preference
 
 PINS = {"zero": 0, "recompute": "none", "pp": 1}
 MODEL = "llama:layers=2,hidden=2048,heads=16,kv_heads=8,ffn=5504,vocab=2048,seq=2048"
@@ -76,6 +80,27 @@ def test_all_cases_are_met():
 def test_a_pin_no_tolerance_and_other_objectives_lift_it(asked):
     plan = planned(100.0, **asked)
     assert plan.mesh.tp == 4 and not plan.certificate.tp_inside
+
+
+def test_it_stays_inside_after_a_search_that_its_time_ended(monkeypatch):
+    """What is left of the time is for plans inside nodes, before it is for simpler ones."""
+    rate = next(rate for rate in RATES if 1 < seconds(rate)[2] / seconds(rate)[4] < 1 + INSIDE)
+    whole, real = branch_and_bound.search, Preference._simplest
+
+    def late(self, *given):
+        """No time is left after it."""
+        monkeypatch.setattr(Preference, "_simplest", real)
+        monkeypatch.setattr(simplest, "fastest", lambda *_: (None, 0))
+        return real(replace(self, until=0.0), *given)
+
+    def cut(*given):
+        monkeypatch.setattr(Preference, "_simplest", late)
+        return replace(whole(*given), status="feasible")
+
+    monkeypatch.setattr(planner, "search", cut)
+    plan = planned.__wrapped__(rate, 0.02)
+    assert plan.mesh.tp == 2 and plan.certificate.tp_inside
+    assert plan.certificate.fastest_s == pytest.approx(seconds(rate)[4])
 
 
 def test_the_objective_says_what_it_costs():

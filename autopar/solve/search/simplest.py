@@ -71,17 +71,21 @@ class Preference:
         there is no plan. `groups` are indices of `candidates` that are solved together.
 
         The preferred plan is the simplest within the tolerance. If its tensor parallelism crosses
-        nodes, it is the simplest of those that do not, if one of them is within `INSIDE`.
+        nodes, it is the simplest of those that do not, if one of them is within `INSIDE`. After a
+        search that its time ended, these are looked for first, since little time is left.
         """
         if found.best is None or self.tolerance <= 0:
             return found
+        inner = [group for group in groups if not self.crosses(candidates[group[0]].mesh)]
+        across, is_cut = self.crosses(found.best[0].mesh), found.status != "optimal"
+        if across and is_cut and (inside := self._inside(found, inner, candidates)):
+            return inside
         simplest = self._simplest(found, groups, candidates)
         if simplest.best is None or not self.crosses(simplest.best[0].mesh):
             return simplest
-        inner = [group for group in groups if not self.crosses(candidates[group[0]].mesh)]
-        if not self.crosses(found.best[0].mesh):
+        if not across:
             return self._simplest(found, inner, candidates)
-        return self._inside(found, inner, candidates) or simplest
+        return (None if is_cut else self._inside(found, inner, candidates)) or simplest
 
     def _inside(
         self,
@@ -100,7 +104,10 @@ class Preference:
             if 0 < (bound_s := _least_s(found, group)) < limit_s
         ]
         near.sort(key=lambda turn: turn[0])
-        best, _ = fastest(self.restager, [part for _, part in near], limit_s, self.until)
+        parts, best = [part for _, part in near], None
+        for some in (parts[:1], parts[1:]):  # the first alone, where the time may end
+            within_s = limit_s if best is None else best.time_s
+            best = fastest(self.restager, some, within_s, self.until)[0] or best
         if best is None:
             return None
         inside = replace(with_plan(found, candidates, best, _KEPT), fastest=None)
