@@ -8,8 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
     """Limits of one search: `time_s` seconds of wall time for annotation and solving, `processes`,
-    and `threads` of CP-SAT. A step that has begun stops at the limit, or a little later
-    (`patience_s`) if no plan is known.
+    and `threads` of CP-SAT. A step that has begun stops at the limit, or later if no
+    plan is known (`SearchState.stop_s`).
 
     A search with `processes` > 1 forks helpers after `alone_s` seconds, or at once if it has at
     least `alone_candidates` candidates. A search in one process always finds the same of two

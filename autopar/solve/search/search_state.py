@@ -16,6 +16,9 @@ from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.staged_placement import Staged
 from autopar.solve.search.workers import patience_s
 
+_WITHOUT_PLAN_SHARE = 0.3
+"""Share of the time limit by which a step may be later as long as no plan is known."""
+
 
 def time_to_beat_s(time_s: float) -> float:
     """The time that a faster plan must stay below: lower than `time_s` by more than rounding, but
@@ -81,10 +84,12 @@ class SearchState:
     @property
     def stop_s(self) -> float:
         """The time, by `time.perf_counter()`, at which a step that is under way stops: the limit,
-        or a little later as long as no plan is known.
+        or later as long as no plan is known. What follows a search needs no time without a plan.
         """
-        more_s = patience_s(self.limits.time_s) if self.best_s == inf else 0.0
-        return self.start + self.limits.time_s + more_s
+        limit_s, more_s = self.limits.time_s, 0.0
+        if self.best_s == inf:
+            more_s = max(_WITHOUT_PLAN_SHARE * limit_s, patience_s(limit_s))
+        return self.start + limit_s + more_s
 
     # ----------------------------------------------------------------------------------------------------------- queue
 

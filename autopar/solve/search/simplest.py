@@ -114,6 +114,8 @@ class Preference:
         simplest = self._simplest(inside, inner, candidates)
         if simplest.best is None or simplest.best[1].time_s > limit_s:
             simplest = inside
+        if inside.best is not None and inside.best[1].time_s <= found.best[1].time_s:
+            return simplest  # the search had not found the fastest
         return replace(simplest, fastest=found.best, tp_inside=True)
 
     def _simplest(
