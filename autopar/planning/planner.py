@@ -99,8 +99,7 @@ def find_best(
     candidates, spec = candidates_for(request, traced), request.cluster.one_kind
     until = start + _CHOSEN_SHARE * limits.time_s
     limits_s = limits.time_s
-    # listing candidates counts
-    limits = replace(limits, time_s=max(limits_s - (time.perf_counter() - start), 0.0))
+    limits = _without(limits, start)  # listing candidates counts
     if request.compares_plans and (request.tolerance or request.runners_up):
         crosses = request.tolerance and any(map(_crossing(request), {c.mesh for c in candidates}))
         share = _CROSSING_SHARE if crosses else _SEARCH_SHARE
@@ -179,6 +178,11 @@ def _crossing(request: PlanRequest) -> Callable[[MeshShape], bool]:
     return lambda mesh: mesh.crosses_nodes("tp", per_node)
 
 
+def _without(limits: SearchLimits, start_s: float) -> SearchLimits:
+    """Limits without the seconds since `start_s`, by `time.perf_counter()`."""
+    return replace(limits, time_s=max(limits.time_s - (time.perf_counter() - start_s), 0.0))
+
+
 @seldom_collected()
 def plan_traced(
     traced: TracedModel,
@@ -212,8 +216,10 @@ def _planned(
     """(the fastest plan of a model fused in `mode`, seconds in which its host issues the kernels of
     a step). Raises as `plan_traced`.
     """
+    start = time.perf_counter()
     traced = as_recomputed(fused(traced, mode), request.pin.recompute)
     annotator = annotator_of(traced)
+    limits = _without(limits, start)
     found = find_best(request, traced, annotator, limits, progress)
     if found.best is None or found.model is None:
         raise no_plan_fits(found, request)
@@ -236,9 +242,10 @@ def _fused_best(
     """
     plans: list[tuple[Weighed, Plan]] = []
     errors: list[NoPlanFits] = []
-    modes = modes_of(traced)
-    share = replace(limits, time_s=limits.time_s / len(modes))
-    for mode in modes:
+    start, modes = time.perf_counter(), modes_of(traced)
+    for number, mode in enumerate(modes):
+        left = _without(limits, start)
+        share = replace(left, time_s=left.time_s / (len(modes) - number))
         try:
             plan, issued_s = _planned(traced, request, mode, share, progress)
         except NoPlanFits as error:
