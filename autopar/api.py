@@ -206,7 +206,8 @@ def plan(
         batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
             for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
         headroom: memory of a device that the plan leaves free: a fraction such as 0.1, or GiB such as 8 or '8GiB'.  By default that of
-            the cluster, or else 10.2 % on GPUs, at which the chance to fit is three quarters, and nothing on CPUs.
+            the cluster, or else 16.5 % on GPUs, at which the chance to fit is 95 %, and nothing on CPUs.  For another chance, give
+            `autopar_cost_models.memory_error.headroom_for(0.99)`.
         tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler (`ir/simplicity.py`).  With 0 it is
             the fastest.
         runners_up: whether the certificate gets the best plan of each other family of layouts.

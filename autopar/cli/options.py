@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from autopar_cost_models.matmul import SCALINGS
+from autopar_cost_models.memory_error import headroom_for
 
 from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
@@ -149,7 +150,9 @@ runnable = click.option("--runnable", is_flag=True, help="Only what the engine r
 
 
 headroom = click.option("--headroom", metavar="FRACTION|GiB",
-                        help="Memory of a device to keep free, 0.1 or 8GiB (default: 10.2 % on GPUs).")  # fmt: skip
+                        help="Memory of a device to keep free, 0.1 or 8GiB (default: 16.5 % on GPUs, by --fit).")  # fmt: skip
+fit = click.option("--fit", metavar="CHANCE", type=click.FloatRange(0.5, 1, max_open=True),
+                   help="Least chance to fit, 0.99: the headroom that it takes (default: 0.95 on GPUs).")  # fmt: skip
 tolerance = click.option("--tolerance", type=click.FloatRange(min=0, max=1, max_open=True), default=0.02, show_default=True,
                          help="Fraction by which a simpler plan may take longer than the fastest.")  # fmt: skip
 
@@ -189,14 +192,16 @@ def together(*options: Callable) -> Callable[[Callable], Callable]:
 
 
 def search(command: Callable) -> Callable:
-    """A decorator that adds the options of every command that searches for plans: headroom,
-    tolerance, precision, time limit, runnable, the mean of micro-batch losses, and the software.
-    The command gets that as the argument `software`, and the name of its framework as `framework`.
+    """A decorator that adds the options of every command that searches for plans: what stays free
+    (headroom or a least chance to fit), tolerance, precision, and what limits the search. It adds
+    those of the software too. The command gets that as the argument `software`, the name of its
+    framework as `framework`, and what stays free as `headroom`.
     """
 
     @wraps(command)
     def with_software(*args: Any, **given: Any) -> Any:
         parts = {name: given.pop(name) for name in _SOFTWARE}
+        given["headroom"] = _headroom(given["headroom"], given.pop("fit"))
         name = parts.pop("software")
         software = software_from(parts)
         within = given.get("target")
@@ -205,8 +210,17 @@ def search(command: Callable) -> Callable:
             software = software_like(name, software, at, parse_pins(pin or ""), precision, within)
         return command(*args, **given, software=software, framework=name)
 
-    others = (micro_batch_mean, runnable, limit, tolerance, headroom, precision)
+    others = (micro_batch_mean, runnable, limit, tolerance, fit, headroom, precision)
     return together(*_SOFTWARE.values(), *others)(with_software)
+
+
+def _headroom(headroom: str | None, fit: float | None) -> str | None:
+    """The headroom asked for, by itself or by a least chance to fit."""
+    if fit is None:
+        return headroom
+    if headroom is not None:
+        raise click.UsageError("--headroom and --fit both say what stays free: give one of them")
+    return f"{headroom_for(fit):.4f}"
 
 
 def software_from(parts: Mapping[str, Any]) -> Software:

@@ -331,6 +331,7 @@ def _show_plan(
     from autopar.explaining.plan_report import plan_table, space_table
     from autopar.planning.objectives import chosen_data, chosen_table
     from autopar.planning.outside import outside_data, outside_table
+    from autopar.text.device_words import risk_words
     from autopar.text.training_words import training_of
 
     if as_json:
@@ -343,10 +344,11 @@ def _show_plan(
         click.echo(json.dumps(report.data | added, indent=1))
         return
     if chosen:
-        if doubt := not_proved_words(report.plan):
-            show(doubt)
+        for words in (risk_words(report.plan, report.cluster), not_proved_words(report.plan)):
+            if words:
+                show(words)
         show(chosen_table(chosen))
-    said = {**report.said, **detail, "says_gap": chosen is None}
+    said = {**report.said, **detail, "says_first": chosen is None}
     show(plan_table(report.plan, report.counts, **said))
     if outside is not None:
         if not detail["verbose"]:  # which has printed it

@@ -34,6 +34,7 @@ from autopar.text.device_words import (
     kinds,
     misfit_advice,
     misfit_chance,
+    risk_words,
 )
 from autopar.text.layout_words import collectives, describe, interesting, layouts
 from autopar.text.measured import evidence
@@ -94,6 +95,8 @@ def facts_data(
         found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
     doubt = not_proved_words(plan)
     first = {"not_proved": doubt} if doubt else {}
+    if risk := risk_words(plan, cluster):
+        first["risk"] = risk
     more = {"lints": [asdict(lint) for lint in findings], "report": found}
     return first | plan_data(plan) | more
 
@@ -121,10 +124,10 @@ def plan_table(
     verbose: bool = True,
     gains: Sequence[Gain] = (),
     command: str = "",
-    says_gap: bool = True,
+    says_first: bool = True,
 ) -> Group:
-    """The report on a plan as a rich renderable. Its first line says if the plan is not proved, unless
-    `says_gap` is False.
+    """The report on a plan as a rich renderable. Its first lines say if the plan may not fit
+    (`risk_words`), and if it is not proved, unless `says_first` is False.
 
     `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
@@ -138,8 +141,8 @@ def plan_table(
 
     at = cluster or named_cluster(plan)
     n = Numbers(facts_data(plan, at, findings, gains))
-    doubt = not_proved_words(plan) if says_gap else ""
-    parts: list[Any] = [Text(doubt, style="yellow")] if doubt else []
+    first = (risk_words(plan, at), not_proved_words(plan)) if says_first else ()
+    parts: list[Any] = [Text(words, style="yellow") for words in first if words]
     parts.append(Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold"))
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
     parts += [_summary(plan, cluster, tokens), *([_ranks(plan, at)] if plan.devices else [])]

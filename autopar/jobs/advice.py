@@ -15,7 +15,7 @@ from autopar.jobs.wording import Difference
 from autopar.jobs.written import Written, written
 from autopar.targets.job import Layout
 
-MOST_CHANGES = 12
+MOST_CHANGES = 16
 """The most single changes that are priced."""
 
 
@@ -36,23 +36,29 @@ class Change:
     peak_bytes: int
 
 
-def fitting_changes(setting: Setting, memory_bytes: int, deadline: Deadline) -> tuple[Change, ...]:
-    """The single changes with which the job fits into `memory_bytes` of a device, the fastest first.
-    Changes that the framework refuses or cannot say are left out, and those for which half of the
-    time until the deadline does not suffice.
+def fitting_changes(setting: Setting, room_bytes: int, deadline: Deadline) -> tuple[Change, ...]:
+    """The single changes with which the job takes at most `room_bytes` of a device, the fastest first.
+    Of smaller micro-batches they are the largest half that fits, and 1. Changes that the framework
+    refuses or cannot say are left out, and those for which half of the time until the deadline does
+    not suffice.
     """
     found = list[Change]()
     end_s = deadline.clock() + deadline.left_s / 2
+    own = setting.job.layout
+    smaller = False  # whether a smaller micro-batch is known to fit
     for layout, told in islice(_legal_changes(setting), MOST_CHANGES):
         if deadline.clock() >= end_s:
             break
+        if smaller and 1 < layout.micro_batch < own.micro_batch:
+            continue
         try:
             plan = told.plan
         except AutoparError:
             continue
         peak = max(plan.predicted.peak_memory_bytes)
-        if peak <= memory_bytes:
+        if peak <= room_bytes:
             found.append(Change(told.differences, layout, plan.predicted.step_time_s, peak))
+            smaller = smaller or layout.micro_batch < own.micro_batch
     return tuple(sorted(found, key=lambda change: change.step_time_s))
 
 
@@ -74,7 +80,9 @@ def _single_changes(by: Layout, setting: Setting) -> Iterator[Layout]:
             yield replace(by, zero=zero)
     if by.copies > 1:
         yield replace(by, copies=1)
-    for size in sorted({by.micro_batch // 2, 1} - {0, by.micro_batch}, reverse=True):
+    size = by.micro_batch
+    while size > 1:
+        size //= 2
         yield replace(by, micro_batch=size)
     if by.tp > 1 and not by.sequence_parallel:
         yield replace(by, sequence_parallel=True)

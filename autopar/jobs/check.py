@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from autopar_cost_models.memory_error import is_sure
+
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.deadline import Deadline
@@ -83,6 +85,11 @@ class Answer:
     def runs(self) -> bool:
         """Whether the framework starts the job and it fits."""
         return self.fits is True and not self.refused
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the job fits with a chance of at least that of a plan by default, `FIT_CHANCE`."""
+        return self.fits is True and (self.chance is None or is_sure(self.chance))
 
     @property
     def gap(self) -> tuple[float, float] | None:
@@ -200,13 +207,13 @@ def _priced(answer: Answer, setting: Setting) -> Answer:
 
 def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
     """The answer with advice, as far as the deadline allows: the best plan that can be written into
-    the job's file, and single changes if the job does not fit. If no plan is faster, the best one is
+    the job's file, and single changes if the job may not fit. If no plan is faster, the best one is
     the job's own layout.
     """
     job, own = setting.job, answer.plan
-    memory_bytes = answer.cluster.device.memory_bytes
-    if own is not None and not answer.fits:
-        changes = fitting_changes(setting, memory_bytes, deadline)
+    room_bytes = answer.cluster.kept_free().room_bytes
+    if own is not None and not answer.is_sure:
+        changes = fitting_changes(setting, room_bytes, deadline)
         answer = replace(answer, changes=changes)
     if answer.runs:
         answer = replace(answer, best=own)
@@ -225,7 +232,7 @@ def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
         best = replace(best, predicted=told.plan.predicted)
     except AutoparError as error:
         return replace(answer, why_no_best=str(error))
-    if max(best.predicted.peak_memory_bytes) > memory_bytes:
+    if max(best.predicted.peak_memory_bytes) > room_bytes:
         why = f"{short_words(best)}, {ms(best.predicted.step_time_s)}, does not fit as this file runs it"  # fmt: skip
         return replace(answer, why_no_best=why)
     if answer.runs and _as_fast(own, best):

@@ -13,6 +13,7 @@ from autopar.jobs.report import (
     TITLES,
     alone_words,
     check_data,
+    fit_words,
     gap_words,
     layout_words,
     own_words,
@@ -68,7 +69,7 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
     if answer.plan is None:
         return Section("verdict", "Verdict", [*lead, f"No prediction: {answer.why_not}."])
     lead += [
-        "It fits: " if answer.fits else "It does not fit: ", "the fullest device needs ",
+        f"It {fit_words(answer)}: ", "the fullest device needs ",
         n.most_gib("predicted.peak_memory_bytes"), " of ",
         n.gib("memory_bytes"),
     ]  # fmt: skip
@@ -132,7 +133,7 @@ def _better(answer: Answer, n: Numbers) -> Section:
 
 def _changes(answer: Answer, n: Numbers) -> Iterator[Section]:
     """The single changes with which the job fits."""
-    if answer.plan is None or answer.fits:
+    if answer.plan is None or answer.is_sure:
         return
     rows = [
         (

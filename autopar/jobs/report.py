@@ -100,7 +100,7 @@ def _summary(answer: Answer) -> Iterator[tuple[str, str]]:
     chance = f", chance {percent(answer.chance)}" if answer.chance is not None else ""
     yield (
         "memory",
-        f"{'fits' if answer.fits else 'does not fit'}: {gib(peak)} of {gib(memory)} on the fullest device{chance}",
+        f"{fit_words(answer)}: {gib(peak)} of {gib(memory)} on the fullest device{chance}",
     )
     yield (
         "step",
@@ -113,6 +113,13 @@ def _summary(answer: Answer) -> Iterator[tuple[str, str]]:
             f"{ms(answer.measured_s)}: {answer.measured_s / predicted.step_time_s:.2f} times the prediction",
         )
         yield "of the gap", gap_words(answer)
+
+
+def fit_words(answer: Answer) -> str:
+    """Whether the job fits. A job that is predicted to fit with a chance below `FIT_CHANCE` may fit."""
+    if not answer.fits:
+        return "does not fit"
+    return "fits" if answer.is_sure else "may fit"
 
 
 def alone_words(answer: Answer) -> str:
@@ -174,7 +181,7 @@ def _advice(answer: Answer) -> Iterator[Any]:
         yield grid(
             "Single changes that fit", ("change", "step", "slower", "peak"), rows, right=(1, 2, 3)
         )
-    elif answer.plan is not None and not answer.fits:
+    elif answer.plan is not None and not answer.is_sure:
         yield grid("Single changes that fit", ("",), [("none of those tried",)])
     yield grid("Best plan within this framework", ("",), [(line,) for line in _best_lines(answer)])
 

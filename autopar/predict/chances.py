@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log, nan, sqrt
+from math import erf, exp, log, nan, sqrt
 
 from autopar_cost_models import memory_error
 
@@ -14,7 +14,7 @@ from autopar.predict.run import Run, RunPrediction
 LEAST_CHANCE = 0.1
 """A layout is rejected if its chance to fit is below this."""
 
-BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
+BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 0.95, 1.0)
 """Ends of the intervals of chances in a reliability table."""
 
 
@@ -84,6 +84,42 @@ def fitted_spread(errors: Iterable[float]) -> float:
     if not logs:
         raise ValueError("no error of memory: there is nothing to fit a spread on")
     return sqrt(sum(x * x for x in logs) / len(logs))
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeFit:
+    """The spread of memory at which it is most likely that of `count` layouts those ran that did.
+    `crashed` is the fraction of layouts that fail at any size, for other reasons than memory.
+    """
+
+    count: int
+    spread: float
+    crashed: float
+
+
+_SPREADS = tuple(s / 100 for s in range(2, 41))
+_CRASHED = tuple(c / 100 for c in range(26))
+"""Values that `fitted_outcomes` tries."""
+
+
+def fitted_outcomes(layouts: Iterable[tuple[float, bool]]) -> OutcomeFit | None:
+    """The maximum likelihood of outcomes, from pairs (log(memory of the GPU / predicted memory),
+    whether the layout ran): it runs with the chance (1 - crashed) Phi(log ratio / spread). None if
+    no layout failed or none ran, since a spread then has no measure.
+    """
+    pairs = list(layouts)
+    if len({ran for _, ran in pairs}) < 2:
+        return None
+
+    def likelihood(spread: float, crashed: float) -> float:
+        total = 0.0
+        for room, ran in pairs:
+            chance = (1 - crashed) * (1 + erf(room / spread / sqrt(2))) / 2
+            total += log(max(chance if ran else 1 - chance, exp(-50)))
+        return total
+
+    _, spread, crashed = max((likelihood(s, c), s, c) for s in _SPREADS for c in _CRASHED)
+    return OutcomeFit(len(pairs), spread, crashed)
 
 
 def spread_of(

@@ -52,7 +52,7 @@ CONSTANTS: tuple[Constant, ...] = (
     _fitted("power_exponent", "derived: matmul rates of H100 PCIe at 350 W and of H100 SXM at 700 W"),
     _fitted("reserved_bytes", "assumed: CUDA context, kernels and cuBLAS workspaces"),
     _fitted("fragmentation", "fit: memory of 32 published runs"),
-    Constant("SPREAD", SPREAD, "fit: memory of nanotron's runs of the ultra-scale playbook"),
+    Constant("SPREAD", SPREAD, "fit: which layouts of nanotron ran, in the ultra-scale playbook"),
     Constant("FP8_ROWWISE_RATE", FP8_ROWWISE_RATE, "fit: two runs of torchtitan, commit 7a04053"),
     Constant("EAGER_ISSUE_S", EAGER_ISSUE_S, "fit: step times of nanotron with one sequence"),
     Constant("NETWORK_SLOWS_HOST", NETWORK_SLOWS_HOST, "fit: step times of nanotron on 2 nodes, with few sequences"),

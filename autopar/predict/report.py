@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from math import isfinite
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
-from autopar_cost_models.memory_error import SPREAD
+from autopar_cost_models.memory_error import FIT_CHANCE, SPREAD
 
 from autopar.predict.assumed import Assumed, assumed_of, counted
 from autopar.predict.chances import Reliability
@@ -349,6 +349,13 @@ def _verdicts(scores: Scores) -> list[str]:
         )
         + (f": {', '.join(memory.rejected)}" if memory.rejected else ".")
     )
+    if memory.judged:
+        lines.append(_sure_words(memory))
+    if memory.outcomes is not None:
+        fit = memory.outcomes
+        lines.append(
+            f"Which of {fit.count} layouts ran gives memory a spread of {fit.spread:.2f}; {percent(fit.crashed)} fail at any size."
+        )
     if memory.out_of_memory:
         lines.append(
             f"It accepts {len(memory.accepted)} of {memory.out_of_memory} layouts that ran out of memory"
@@ -359,6 +366,18 @@ def _verdicts(scores: Scores) -> list[str]:
             "(area under the ROC curve)."
         )
     return lines
+
+
+def _sure_words(memory: MemoryScore) -> str:
+    """How many of the layouts with `FIT_CHANCE` ran, and how many that ran have a lower chance."""
+    share = memory.sure_ran / memory.sure if memory.sure else nan
+    printed = memory.judged - memory.unprinted
+    known = len(memory.unsure) - memory.unsure_unprinted
+    return (
+        f"Of {memory.sure} layouts with a chance to fit of at least {percent(FIT_CHANCE)}, {percent(share)} ran. "
+        f"{percent(len(memory.unsure) / memory.judged)} of the {memory.judged} layouts that ran have a lower chance, and "
+        f"{percent(known / printed if printed else nan)} of the {printed} whose recomputation is printed."
+    )
 
 
 def text_grid(

@@ -10,16 +10,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import isfinite, nan, sqrt
+from math import isfinite, log, nan, sqrt
 from statistics import median
 
 from autopar_cost_models import DEVICES
+from autopar_cost_models.memory_error import FIT_CHANCE
 
 from autopar.predict.chances import (
     LEAST_CHANCE,
+    OutcomeFit,
     Reliability,
     Spread,
     fit_chance,
+    fitted_outcomes,
     reliability,
     separation,
     spread_of,
@@ -275,9 +278,11 @@ class MemoryScore:
     but have a chance to fit below `LEAST_CHANCE`, out of `judged` runs with known GPU memory. `rejected_unprinted`
     counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are
     layouts that ran out of memory but have a higher chance, out of `out_of_memory` with known GPU
-    memory. `separation` and `reliability` judge the chances to fit (`chances.py`). `spreads` judge
-    chances with other spreads of memory: fitted on these runs, and without each framework of which
-    layouts failed.
+    memory. `separation` and `reliability` judge the chances to fit (`chances.py`). `sure` layouts have at least the
+    chance `FIT_CHANCE`, of which `sure_ran` ran. `unsure` are layouts that ran and have a lower chance. The recomputation of
+    `unprinted` layouts that ran is not printed, `unsure_unprinted` of them among `unsure`. `outcomes` is the spread by which
+    layouts ran, of frameworks of which some failed. `spreads` judge chances with other spreads of memory: fitted on these runs,
+    and without each framework of which layouts failed.
     """
 
     count: int
@@ -293,6 +298,12 @@ class MemoryScore:
     out_of_memory: int
     separation: float
     reliability: tuple[Reliability, ...]
+    sure: int
+    sure_ran: int
+    unsure: tuple[str, ...]
+    unsure_unprinted: int
+    unprinted: int
+    outcomes: OutcomeFit | None
     spreads: tuple[Spread, ...]
 
 
@@ -349,6 +360,7 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
         for r in rs
         if r.fit_chance is not None
     ]
+    unsure = [r for r in ran if r.fit_chance is not None and r.fit_chance < FIT_CHANCE]
     return MemoryScore(
         count=len(values),
         mape=mape(values),
@@ -363,7 +375,27 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
         out_of_memory=len(failed),
         separation=separation([c for c, ok in judged if ok], [c for c, ok in judged if not ok]),
         reliability=reliability(judged),
+        sure=sum(chance >= FIT_CHANCE for chance, _ in judged),
+        sure_ran=sum(chance >= FIT_CHANCE and ok for chance, ok in judged),
+        unsure=tuple(r.run.id for r in unsure),
+        unsure_unprinted=sum("recompute" in r.run.defaulted for r in unsure),
+        unprinted=sum(r.fits is not None and "recompute" in r.run.defaulted for r in ran),
+        outcomes=_outcomes(ran, failed),
         spreads=_spreads(ran, failed),
+    )
+
+
+def _outcomes(ran: Sequence[Scored], failed: Sequence[Scored]) -> OutcomeFit | None:
+    """The spread by which layouts ran, of the frameworks of which layouts failed: of others only
+    what ran is published.
+    """
+    frameworks = {framework_of(r.run.software.framework) for r in failed}
+    return fitted_outcomes(
+        (log(memory / r.prediction.peak_memory_bytes), ok)
+        for rs, ok in ((ran, True), (failed, False))
+        for r in rs
+        if framework_of(r.run.software.framework) in frameworks
+        and (memory := r.run.machine.memory_bytes) is not None
     )
 
 

@@ -16,7 +16,7 @@ from autopar.report.page_parts import PageParts
 from autopar.report.search_sections import candidates, certificate, pareto, runners_up
 from autopar.report.step_sections import block, memory, steps, where_it_goes
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall
-from autopar.text.device_words import misfit_advice
+from autopar.text.device_words import risk_words
 from autopar.text.numbers import Number, Words
 from autopar.text.plan_words import layout_words, staleness
 from autopar.text.units import PROVED, gap_words
@@ -54,7 +54,8 @@ def verdict(parts: PageParts) -> Section:
     n, plan = parts.numbers, parts.plan
     gap = n.number("certificate.gap", gap_words)
     doubt = not_proved_words(plan)
-    lead: list[str | Number] = [f"{doubt} "] if doubt else []
+    risk = risk_words(plan, parts.cluster)
+    lead: list[str | Number] = [f"{words} " for words in (risk, doubt) if words]
     lead += [
         f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
         n.ms("predicted.step_time_s"), ", ", n.count("predicted.tokens_per_s"),
@@ -75,9 +76,6 @@ def verdict(parts: PageParts) -> Section:
     items: list[Words] = [_bound_by(parts)]
     if n.value("report.gains"):
         items.append(["The cheapest gain, with all choices as they are: ", *gain_words(n, 0), "."])
-    chance = n.value("report").get("misfit_chance")
-    if chance is not None and (advice := misfit_advice(plan, chance)):
-        items.append(f"The chance not to fit: {advice}.")
     if n.value("report").get("dollars") is not None:
         items.append([f"A million {plan.made_for.rows} cost $", n.count("report.dollars"), "."])
     if note := staleness(plan):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from math import ceil
 
-from autopar_cost_models.memory_error import fit_chance, headroom_for
+from autopar_cost_models.memory_error import FIT_CHANCE, fit_chance, is_sure
 
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.cluster_parts import ASSUMED_AS
 from autopar.ir.plan import Plan
-from autopar.text.units import percent
-
-_HIGH = 0.05
-"""The chance not to fit from which reports say how to lower it."""
+from autopar.text.units import gib, percent
 
 
 def groups_by_rank(plan: Plan, cluster: Cluster) -> tuple[ClusterSpec, ...]:
@@ -56,15 +52,26 @@ def misfit_chance(plan: Plan, cluster: Cluster) -> float | None:
     return 1 - fit_chance(*fullest_rank(plan, cluster))
 
 
-def misfit_advice(plan: Plan, chance: float) -> str:
-    """What lowers the chance not to fit, as text; '' if it is low."""
-    if chance < _HIGH:
+def risk_words(plan: Plan, cluster: Cluster | None) -> str:
+    """The first line of an answer whose plan has a chance to fit below `FIT_CHANCE`: the chance, the
+    memory, and what to do. '' for others, on CPUs, and if the cluster is unknown (None).
+    """
+    chance = None if cluster is None else misfit_chance(plan, cluster)
+    if cluster is None or chance is None or not (advice := misfit_advice(plan, chance)):
         return ""
-    enough = ceil(100 * headroom_for(1 - _HIGH)) / 100
+    peak, capacity = fullest_rank(plan, cluster)
+    held = f"{gib(peak)} of {gib(capacity)} on the fullest device"
+    return f"Risk: a chance of {percent(chance)} that the plan does not fit ({held}); {advice}."
+
+
+def misfit_advice(plan: Plan, chance: float) -> str:
+    """What lowers the chance not to fit, as text; '' if the plan is sure to fit (`is_sure`)."""
+    if is_sure(1 - chance):
+        return ""
     pins = ["recompute=full"] * (plan.recompute != "full")
     pins += ["a smaller micro_batch"] * (plan.micro_batch > 1)
     less = f"; a pin of {' or '.join(pins)} takes less memory" if pins else ""
-    return f"--headroom {enough:g} finds a plan with at most {percent(_HIGH)}{less}"
+    return f"--fit {FIT_CHANCE:g} finds a plan with at most {percent(1 - FIT_CHANCE)}{less}"
 
 
 def kinds(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from autopar_cost_models.memory_error import headroom_for
 from click.testing import CliRunner, Result
 
 from autopar import Plan
@@ -185,6 +186,10 @@ def test_headroom_and_tolerance_are_options_of_every_command_that_plans():
         pins = ["--pin", "tp=2"] if command == "compare" else args[-2:]
         shown = run(command, *args[:-2], *pins, "--headroom", "79.5GiB", code=2).output
         assert "leaves nothing" in shown
+        both = run(command, *args[:-2], *pins, "--headroom", "0.1", "--fit", "0.9", code=2).output
+        assert "--headroom and --fit both say" in both
+    sure = json.loads(run("explain", *args, "--fit", "0.99", "--json").stdout)
+    assert sure["certificate"]["headroom"] == pytest.approx(headroom_for(0.99), abs=1e-4)
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar_cost_models.memory_error import fit_chance
+from autopar_cost_models.memory_error import HEADROOM, fit_chance
 from support.explain_tasks import task
 
 from autopar.explaining.certificate import proof_words
-from autopar.explaining.plan_report import explain
+from autopar.explaining.plan_report import explain, facts_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.planning.remedies import Ask, Remedies
@@ -46,10 +46,23 @@ def test_a_high_chance_not_to_fit_comes_with_advice():
     plan = task().plan({"tp": 4})
     assert misfit_advice(plan, 0.04) == ""
     advice = misfit_advice(plan, 0.2)
-    assert "--headroom 0.24 " in advice and "recompute=full" in advice
-    assert fit_chance(76, 100) >= 0.95 > fit_chance(78, 100)
+    assert "--fit 0.95 " in advice and "recompute=full" in advice
+    assert fit_chance(83, 100) >= 0.95 > fit_chance(84, 100)
     least = replace(plan, recompute="full", micro_batch=1)
     assert misfit_advice(least, 0.2).endswith("at most 5.0 %")
+
+
+def test_a_plan_that_may_not_fit_says_so_first():
+    plan = task().plan({"tp": 4})
+    at = ClusterSpec.parse(plan.cluster_name)
+    memory = at.device.memory_bytes
+    for share, is_risk in ((1 - HEADROOM, False), (0.9, True)):
+        held = (int(share * memory),) * plan.mesh.pp
+        full = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=held))
+        first = explain(full, cluster=at).splitlines()[0]
+        assert first.startswith("Risk: a chance of ") == is_risk
+        assert ("risk" in facts_data(full, at)) == is_risk
+    assert "--fit 0.95 " in first
 
 
 def test_a_bound_of_zero_bounds_nothing():

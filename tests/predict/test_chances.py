@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, isnan
+from random import Random
 
 import pytest
 from autopar_cost_models.memory_error import SPREAD
@@ -13,6 +14,7 @@ from support.published_rows import GPT, write
 
 from autopar.predict.chances import (
     fit_chance,
+    fitted_outcomes,
     fitted_spread,
     reliability,
     separation,
@@ -67,6 +69,18 @@ def test_a_file_of_layouts_is_one_of_runs(tmp_path):
     assert (first.dims.layers, first.dims.tied_embeddings, first.degrees.pp) == (16, True, 2)
     assert first.software.framework == "nanotron" and first.degrees.micro_batch == 64
     assert len(problems) == 1 and "is not of the form" in problems[0].reason
+
+
+def test_outcomes_give_back_the_spread_and_the_crashes_that_made_them():
+    draw = Random(0)
+    rooms = [draw.uniform(-0.5, 0.5) for _ in range(20_000)]
+    pairs = [(room, draw.gauss(0, 0.11) < room and draw.random() >= 0.06) for room in rooms]
+    fit = fitted_outcomes(pairs)
+    assert fit is not None and fit.count == 20_000
+    assert fit.spread == pytest.approx(0.11, abs=0.011) and fit.crashed == pytest.approx(
+        0.06, abs=0.011
+    )
+    assert fitted_outcomes((room, True) for room in rooms) is None
 
 
 def test_a_spread_comes_out_as_it_was_put_in(tmp_path):
