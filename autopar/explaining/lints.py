@@ -7,9 +7,10 @@ cost more than it gains. `why-not` and `compare` show that.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, log2, prod
 
 from autopar_cost_models.topology import group_shape
 
@@ -272,9 +273,14 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
     rate, best = _rate(plan, cluster, traced, plan.micro_batch), _rate(plan, cluster, traced, large)
     if rate >= FILLED * best:
         return
-    enough, sequences = plan.micro_batch, plan.global_batch // plan.mesh.dp
-    while enough < large and _rate(plan, cluster, traced, enough) < FILLED * best:
-        enough *= 2
+    sequences = plan.global_batch // plan.mesh.dp
+    doublings = ceil(log2(large / plan.micro_batch))
+
+    def is_enough(times: int) -> bool:
+        return _rate(plan, cluster, traced, plan.micro_batch << times) >= FILLED * best
+
+    # a larger micro-batch fills products at least as well
+    enough = plan.micro_batch << bisect_left(range(doublings), True, lo=1, key=is_enough)
     remedy = f"micro_batch={enough} reaches {percent(FILLED)} of that, if memory allows"
     if enough > sequences:
         remedy += f"; a data-parallel rank has {sequences} sequences a step, so that it takes a larger global batch or less dp too"
