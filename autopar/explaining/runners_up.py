@@ -51,9 +51,9 @@ def _longer(own_s: float, other_s: float) -> str:
 
 def none_words(entry: Mapping[str, Any]) -> str:
     """What is known of a family in which no plan was found: 'none fits' only if that is proved."""
-    if entry.get("cut"):
-        return "not in time"
-    return "none fits" if entry.get("bound_s", 0.0) is None else "none found"
+    if entry.get("bound_s", 0.0) is None:
+        return "none fits"
+    return "not in time" if entry.get("cut") else "none found"
 
 
 def why(plan: Plan, entry: Mapping[str, Any]) -> str:

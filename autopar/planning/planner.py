@@ -48,6 +48,8 @@ _SEARCH_SHARE, _CROSSING_SHARE, _CHOSEN_SHARE = 0.85, 0.75, 0.95
 it; and if plans whose tensor parallelism stays inside nodes are too. And the share after which no
 more simpler plans are looked for.
 """
+_LEAST_OWN_S, _OWN_SHARE = 1.0, 0.5
+"""Seconds for the searches of single families, and the share of the search that they may take besides."""
 
 
 def _of_groups(request: PlanRequest, traced: TracedModel) -> PlanRequest:
@@ -119,6 +121,7 @@ def find_best(
         tell=progress or (lambda line: None),
         until=start + limits_s,
         stuck_s=patience_s(limits_s),
+        own_s=_LEAST_OWN_S + _OWN_SHARE * found.solve_time_s,
     )
     return _preferred(request, found, rivals, until)
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 from support.effort import examples
 from support.explain_tasks import task, words_of
 
 from autopar import api
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.compare import CompareTable, Entry, compare
 from autopar.explaining.plan_report import explain, plan_data
 from autopar.explaining.runners_up import none_words, preference_words, simplicity_of_plan
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
@@ -70,7 +73,9 @@ def test_none_fits_is_said_only_where_it_is_proved(monkeypatch):
 
     monkeypatch.setattr(planner, "search", proved)
     monkeypatch.setattr(families, "_best_of", lambda *_: (None, 0))
+    monkeypatch.setattr(families, "BOUNDED", 0)
     plan = _planned.__wrapped__(0.0, ())
+    assert all(entry["time_s"] is None for entry in plan.certificate.runners_up)
     words = {entry["family"]: none_words(entry) for entry in plan.certificate.runners_up}
     assert len(words) > 3 and words.pop("TP") == "none fits"
     assert set(words.values()) == {"none found"}
@@ -83,6 +88,7 @@ def test_families_are_searched_until_a_plan_fits(monkeypatch):
         tried.append(len(parts))
         return (None, 0) if len(tried) < 5 else real(restager, parts, *rest)
 
+    monkeypatch.setattr(families, "BOUNDED", 0)
     t = task(MODEL, CLUSTER, 8, 64)
     request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL)
     plan = api.plan_traced(t.traced, replace(request, runners_up=True))
@@ -92,6 +98,30 @@ def test_families_are_searched_until_a_plan_fits(monkeypatch):
     first, *others = sorted(again.certificate.runners_up, key=lambda entry: -entry["solved"])
     assert tried[:5] == [families.STAGED, 1, 1, 1, 1] and first["solved"] == families.STAGED + 4
     assert first["time_s"] and all(entry["solved"] <= families.STAGED for entry in others)
+
+
+@pytest.mark.slow
+def test_no_plan_of_a_family_is_faster_than_its_bound():
+    """Whatever mesh is pinned inside of a family; and its best plan is near the best of these."""
+    proof = planned(tolerance=0.0).certificate
+    times_s: dict[str, list[float]] = {entry["family"]: [] for entry in proof.runners_up}
+    t = task(MODEL, CLUSTER, 8, 64)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL, tolerance=0)
+    choices = {(*entry["mesh"].items(), ("zero", entry["zero"])) for entry in proof.meshes}
+    for pin in map(dict, sorted(choices, key=repr)):
+        mesh = MeshShape(**{name: size for name, size in pin.items() if name != "zero"})
+        family = families.family_of(SimpleNamespace(mesh=mesh, zero=pin["zero"]))
+        names = ("tp", "pp", "cp", "dp", "zero")
+        pins = Pins.of({name: pin[name] for name in names if pin[name] is not None})
+        if family in times_s:
+            with suppress(NoPlanFits):
+                plan = api.plan_traced(t.traced, replace(request, pin=pins))
+                times_s[family].append(plan.predicted.step_time_s)
+    assert len(times_s) > 3 and sum(map(len, times_s.values())) > 8
+    for entry in proof.runners_up:
+        least_s = min(times_s[entry["family"]])
+        assert entry["bound_s"] <= least_s * (1 + 1e-9)
+        assert entry["time_s"] * (1 - families.NEAR) <= least_s * (1 + 1e-9)
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 A family is a set of candidates, such as all pipelines with tensor parallelism. Its candidates are
 ordered by the first bound of the search, which knows no memory. The first `SKETCHED` whose
 parameters fit are sketched with memory, and as many of those that recipes use. The `STAGED` most
-promising ones are solved, and more if these have no plan that fits. These counts limit the work,
-not the time, so that equal requests give equal runners-up.
+promising ones are solved, and more if these have no plan that fits. Then the family has a search of
+its own: candidates are bounded and solved, the lowest bound first, until no other can be `NEAR`
+faster than the best plan. These counts limit the work, and the time only where it is short, so that
+equal requests give equal runners-up.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ _ALONE_S = 60.0  # for which helpers are waited for without a deadline
 SKETCHED, STAGED, IN_VAIN = 12, 2, 48
 """Numbers of candidates of a family that are sketched, and that are solved; and how many more are
 solved as long as none has a plan that fits.
+"""
+NEAR, BOUNDED = 0.01, 48
+"""The search of a family ends where no candidate can be faster than its best plan by this fraction,
+and after so many candidates.
 """
 
 FAMILIES = (
@@ -88,7 +94,8 @@ class Rivals:
     that are solved together. `glances_s` has the first bound of each candidate in seconds, `bounds_s`
     the last one, and `likely` the indices of those that recipes use. At most `processes` work at
     once; `tell` is called with a line of text if one cannot be started. From `until` on, by
-    `time.perf_counter()`, no more plans are looked at; helpers have `stuck_s` seconds more.
+    `time.perf_counter()`, no more plans are looked at; helpers have `stuck_s` seconds more. The
+    searches of single families share `own_s` seconds.
     """
 
     groups: Sequence[Sequence[int]]
@@ -101,6 +108,7 @@ class Rivals:
     tell: Callable[[str], None]
     until: float = inf
     stuck_s: float = 60.0
+    own_s: float = inf
     known: dict[str, FamilyBest] = field(default_factory=dict)
 
     def runners_up(self, searched: SearchResult) -> list[FamilyBest]:
@@ -116,23 +124,28 @@ class Rivals:
         if first is not None and (family := family_of(first[0])) in families:
             families.remove(family)
             found.append(FamilyBest(family, sum(map(len, self._parts(family))), 1, first, None))
-        self._find([one for one in FAMILIES if one in families - self.known.keys()])
-        found += [self._best(family) for family in families]
+        new = [one for one in FAMILIES if one in families - self.known.keys()]
+        self._find(new, self._best)
+        end = min(self.until, time.perf_counter() + self.own_s)
+        self._find(new, lambda family: self._searched(family, end))
+        found += [self.known.get(family) or self._best(family) for family in families]
         found = [replace(best, bound_s=self._bound_s(best)) for best in found]
         return sorted(found, key=lambda best: (best.time_s, FAMILIES.index(best.family)))
 
     def _bound_s(self, best: FamilyBest) -> float:
-        """A lower bound on the step seconds of a family, by those of its candidates and its plan."""
+        """A lower bound on the step seconds of a family, by those of its candidates, its plan, and its
+        own search.
+        """
         own = (
             bound_s
             for candidate, bound_s in zip(self.candidates, self.bounds_s, strict=True)
             if family_of(candidate) == best.family
         )
-        return min(best.time_s, *own)
+        return min(best.time_s, max(best.bound_s, min(own)))
 
-    def _find(self, families: list[str]) -> None:
-        """Finds the best plans of `families`, several at once in helper processes. Results of one
-        that dies are left out.
+    def _find(self, families: Sequence[str], work: Callable[[str], FamilyBest]) -> None:
+        """Keeps the result of `work` on each of `families`, several at once in helper processes.
+        Results of one that dies are left out.
         """
         team, waiting = Team(self.tell, stuck_s=self.stuck_s), list(families)
         try:
@@ -140,9 +153,10 @@ class Rivals:
                 is_late = time.perf_counter() >= self.until
                 if not is_late and len(waiting) > 1 and len(team.helpers) < self.processes - 1:
                     family = waiting.pop()
-                    team.call(FAMILIES.index(family), lambda *_, own=family: self._best(own))
+                    team.call(FAMILIES.index(family), lambda *_, own=family: work(own))
                 else:
-                    self._best(waiting.pop(0))
+                    family = waiting.pop(0)
+                    self.known[family] = work(family)
                 self._hear(team, None)
             self._hear(team, min(self.until, time.perf_counter() + _ALONE_S))
         finally:
@@ -155,18 +169,47 @@ class Rivals:
                 self.known[FAMILIES[number]] = best
 
     def _best(self, family: str) -> FamilyBest:
-        """The best plan that was found of a family."""
-        if family not in self.known:
-            common, others = self._parts(family)
-            count = len(common) + len(others)
-            if time.perf_counter() >= self.until:
-                self.known[family] = FamilyBest(family, count, 0, None, None, cut=True)
-                return self.known[family]
-            best, solved = _best_of(self.restager, self.until, common, others)
-            plan = None if best is None else (best.candidate, best.staged.solution)
-            is_cut = time.perf_counter() >= self.until
-            self.known[family] = FamilyBest(family, count, solved, plan, best, is_cut)
-        return self.known[family]
+        """The best of the plans of a family that are promising."""
+        common, others = self._parts(family)
+        count = len(common) + len(others)
+        if time.perf_counter() >= self.until:
+            return FamilyBest(family, count, 0, None, None, cut=True)
+        best, solved = _best_of(self.restager, self.until, common, others)
+        is_cut = time.perf_counter() >= self.until
+        return FamilyBest(family, count, solved, _plan_of(best), best, is_cut)
+
+    def _searched(self, family: str, end: float) -> FamilyBest:
+        """The best plan of a family with a lower bound on all of them, after a search of its own. It
+        ends by `end`, by `time.perf_counter()`.
+        """
+        known = self.known.get(family) or self._best(family)
+        turns = sorted(
+            (min(self.bounds_s[number] for number in numbers), place)
+            for place, numbers in enumerate(self.groups)
+            if family_of(self.candidates[numbers[0]]) == family
+        )
+        best, least_s, solved = known.staged, known.time_s, known.solved
+        for number, (bound_s, place) in enumerate(turns):
+            within_s = known.time_s if best is None else best.time_s
+            near_s = (1 - NEAR) * within_s
+            if bound_s >= near_s or number >= BOUNDED:
+                least_s = min(least_s, bound_s)
+                break
+            part = parts_of([self.candidates[own] for own in self.groups[place]])
+            try:
+                with stops_at(end):
+                    check_time()
+                    solver = self.restager.solver(part)
+                    part_s, _ = solver.raise_bounds(within_s)
+                    if part_s < near_s:
+                        found, part_s = self.restager.solved(part, solver, within_s, end)
+                        best, solved = found or best, solved + 1
+            except TimeIsOver:
+                least_s = min(least_s, bound_s)
+                break
+            least_s = min(least_s, max(part_s, bound_s))
+        plan = known.plan if best is known.staged else _plan_of(best)
+        return replace(known, plan=plan, staged=best, solved=solved, bound_s=least_s)
 
     def _parts(self, family: str) -> tuple[list[Part], list[Part]]:
         """(the plans of a family that recipes use, all others), the most promising candidates
@@ -182,6 +225,11 @@ class Rivals:
             for of in turns
         )
         return common, others
+
+
+def _plan_of(best: Restaged | None) -> tuple[Candidate, Solution] | None:
+    """The candidate of a plan with its solution; None without one."""
+    return None if best is None else (best.candidate, best.staged.solution)
 
 
 def simpler_of(
