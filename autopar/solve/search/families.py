@@ -34,7 +34,7 @@ solved as long as none has a plan that fits.
 """
 NEAR, BOUNDED = 0.01, 48
 """The search of a family ends where no candidate can be faster than its best plan by this fraction,
-and after so many candidates.
+or after this number of candidates.
 """
 
 FAMILIES = (
