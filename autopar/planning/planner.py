@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 from threadpoolctl import threadpool_limits
 
@@ -114,7 +113,7 @@ def find_best(
         groups=solved_together(candidates),
         candidates=candidates,
         glances_s=found.glances_s,
-        bounds_s=[inf if (own := one["bound_s"]) is None else own for one in found.outcomes],
+        outcomes=found.outcomes,
         likely=frozenset(likely),
         restager=Restager(annotate, spec.room_bytes, cell_of, found.cells),
         processes=limits.processes if found.solve_time_s > limits.alone_s else 1,

@@ -17,7 +17,7 @@ from autopar import api
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.compare import CompareTable, Entry, compare
 from autopar.explaining.plan_report import explain, plan_data
-from autopar.explaining.runners_up import none_words, preference_words, simplicity_of_plan
+from autopar.explaining.runners_up import none_words, preference_words, simplicity_of_plan, why
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -79,6 +79,30 @@ def test_none_fits_is_said_only_where_it_is_proved(monkeypatch):
     words = {entry["family"]: none_words(entry) for entry in plan.certificate.runners_up}
     assert len(words) > 3 and words.pop("TP") == "none fits"
     assert set(words.values()) == {"none found"}
+
+
+def test_a_plan_that_only_the_search_has_is_the_best_of_its_family(monkeypatch):
+    real = planner.search
+
+    def solved(candidates, *rest):
+        found = real(candidates, *rest)
+        outcomes = [
+            one | {"outcome": "solved", "time_s": 2.0 + k, "memory_bytes": 2**30}
+            if families.family_of(c) == "TP"
+            else one
+            for k, (c, one) in enumerate(zip(candidates, found.outcomes, strict=True))
+        ]
+        return replace(found, outcomes=tuple(outcomes))
+
+    monkeypatch.setattr(planner, "search", solved)
+    monkeypatch.setattr(families, "_best_of", lambda *_: (None, 0))
+    monkeypatch.setattr(families, "BOUNDED", 0)
+    plan = _planned.__wrapped__(0.0, ())
+    (tp,) = (one for one in plan.certificate.runners_up if one["family"] == "TP")
+    least_s = min(one["time_s"] for one in plan.certificate.meshes if (one["time_s"] or 0) > 1)
+    assert tp["time_s"] == least_s and tp["mesh"]["tp"] > 1 and tp["breakdown"] is None
+    assert "slower" in why(plan, tp) and "TP" in explain(plan)
+    assert Plan.from_json(plan.to_json()).certificate.runners_up == plan.certificate.runners_up
 
 
 def test_families_are_searched_until_a_plan_fits(monkeypatch):

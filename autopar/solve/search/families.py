@@ -12,7 +12,7 @@ equal requests give equal runners-up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from math import inf
@@ -32,6 +32,7 @@ SKETCHED, STAGED, IN_VAIN = 12, 2, 48
 """Numbers of candidates of a family that are sketched, and that are solved; and how many more are
 solved as long as none has a plan that fits.
 """
+_ROUNDING = 1e-9  # of equal times
 NEAR, BOUNDED = 0.01, 48
 """The search of a family ends where no candidate can be faster than its best plan by this fraction,
 or after this number of candidates.
@@ -69,7 +70,8 @@ def family_of(candidate: Candidate) -> str:
 @dataclass(frozen=True, slots=True)
 class FamilyBest:
     """The best plan that was found of a family (None without one), of how many `candidates`, and
-    how many of them were `solved`. `cut`: the time was over before all that were promising were
+    how many of them were `solved`. `listed` is the outcome of a faster plan that the search itself
+    has of the family, if there is one. `cut`: the time was over before all that were promising were
     looked at. No plan of the family takes less than `bound_s` seconds; it is infinite if it is
     proved that none fits.
     """
@@ -81,18 +83,21 @@ class FamilyBest:
     staged: Restaged | None  # None too if the search itself found the plan
     cut: bool = False
     bound_s: float = 0.0
+    listed: Mapping[str, Any] | None = None
 
     @property
     def time_s(self) -> float:
         """Step seconds of the plan; infinite without one."""
+        if self.listed is not None:
+            return self.listed["time_s"]
         return inf if self.plan is None else self.plan[1].time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
-    that are solved together. `glances_s` has the first bound of each candidate in seconds, `bounds_s`
-    the last one, and `likely` the indices of those that recipes use. At most `processes` work at
+    that are solved together. `glances_s` has the first bound of each candidate in seconds, `outcomes` what
+    the search knows of it (`SearchResult`), and `likely` the indices of those that recipes use. At most `processes` work at
     once; `tell` is called with a line of text if one cannot be started. From `until` on, by
     `time.perf_counter()`, no more plans are looked at; helpers have `stuck_s` seconds more. The
     searches of single families share `own_s` seconds.
@@ -101,7 +106,7 @@ class Rivals:
     groups: Sequence[Sequence[int]]
     candidates: Sequence[Candidate]
     glances_s: Sequence[float]
-    bounds_s: Sequence[float]
+    outcomes: Sequence[Mapping[str, Any]]
     likely: Collection[int]
     restager: Restager
     processes: int
@@ -129,6 +134,7 @@ class Rivals:
         end = min(self.until, time.perf_counter() + self.own_s)
         self._find(new, lambda family: self._searched(family, end))
         found += [self.known.get(family) or self._best(family) for family in families]
+        found = [replace(best, listed=self._listed(best)) for best in found]
         found = [replace(best, bound_s=self._bound_s(best)) for best in found]
         return sorted(found, key=lambda best: (best.time_s, FAMILIES.index(best.family)))
 
@@ -136,12 +142,22 @@ class Rivals:
         """A lower bound on the step seconds of a family, by those of its candidates, its plan, and its
         own search.
         """
-        own = (
-            bound_s
-            for candidate, bound_s in zip(self.candidates, self.bounds_s, strict=True)
-            if family_of(candidate) == best.family
-        )
+        own = map(_least_of, self._outcomes(best.family))
         return min(best.time_s, max(best.bound_s, min(own)))
+
+    def _outcomes(self, family: str) -> Iterator[Mapping[str, Any]]:
+        """What the search knows of each candidate of a family."""
+        for candidate, outcome in zip(self.candidates, self.outcomes, strict=True):
+            if family_of(candidate) == family:
+                yield outcome
+
+    def _listed(self, best: FamilyBest) -> Mapping[str, Any] | None:
+        """The outcome of the fastest plan that the search has of a family, if it is faster than the
+        best that was found after it: one that its time ended has plans that no time was left for.
+        """
+        solved = [one for one in self._outcomes(best.family) if one["time_s"]]
+        first = min(solved, key=lambda one: one["time_s"], default=None)
+        return first if first and first["time_s"] < (1 - _ROUNDING) * best.time_s else None
 
     def _find(self, families: Sequence[str], work: Callable[[str], FamilyBest]) -> None:
         """Keeps the result of `work` on each of `families`, several at once in helper processes.
@@ -184,7 +200,7 @@ class Rivals:
         """
         known = self.known.get(family) or self._best(family)
         turns = sorted(
-            (min(self.bounds_s[number] for number in numbers), place)
+            (min(_least_of(self.outcomes[number]) for number in numbers), place)
             for place, numbers in enumerate(self.groups)
             if family_of(self.candidates[numbers[0]]) == family
         )
@@ -225,6 +241,11 @@ class Rivals:
             for of in turns
         )
         return common, others
+
+
+def _least_of(outcome: Mapping[str, Any]) -> float:
+    """The lower bound in seconds of an outcome; infinite if it is proved that no plan fits."""
+    return inf if outcome["bound_s"] is None else outcome["bound_s"]
 
 
 def _plan_of(best: Restaged | None) -> tuple[Candidate, Solution] | None:
@@ -349,6 +370,11 @@ def _promising(
         yield likely_s, number
 
 
+_LISTED = ("mesh", "micro_batch", "num_microbatches", "zero", "shard", "recompute", "schedule",
+           "stages_per_rank", "time_s", "memory_bytes")  # fmt: skip
+"""What the data of a runner-up have of an outcome."""
+
+
 def runner_up_data(best: FamilyBest) -> dict[str, Any]:
     """A runner-up as a dict for JSON: the family, the number of its `candidates` and of those that
     were `solved`, and whether it is `cut`. Then `bound_s`, a lower bound on all its plans, which is
@@ -356,12 +382,16 @@ def runner_up_data(best: FamilyBest) -> dict[str, Any]:
     best plan. These are None if no plan was found.
     """
     c, solution = best.plan or (None, None)
-    return {
+    known = {
         "family": best.family,
         "candidates": best.candidates,
         "solved": best.solved,
         "cut": best.cut,
         "bound_s": None if best.bound_s == inf else best.bound_s,
+    }
+    if best.listed is not None:
+        return known | {name: best.listed[name] for name in _LISTED} | {"breakdown": None}
+    return known | {
         "mesh": c and c.mesh.as_dict(),
         "micro_batch": c and c.micro_batch,
         "num_microbatches": c and c.num_microbatches,
