@@ -96,11 +96,11 @@ class FamilyBest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rivals:
     """Finds the best plan of each family of `candidates`, once. `groups` are indices of candidates
-    that are solved together. `glances_s` has the first bound of each candidate in seconds, `outcomes` what
-    the search knows of it (`SearchResult`), and `likely` the indices of those that recipes use. At most `processes` work at
-    once; `tell` is called with a line of text if one cannot be started. From `until` on, by
-    `time.perf_counter()`, no more plans are looked at; helpers have `stuck_s` seconds more. The
-    searches of single families share `own_s` seconds.
+    that are solved together. `glances_s` has the first bound of each candidate in seconds. `outcomes`
+    has what the search knows of each in the end, as `SearchResult`. `likely` are the indices of those
+    that recipes use. At most `processes` work at once; `tell` is called with a line of text if one
+    cannot be started. From `until` on, by `time.perf_counter()`, no more plans are looked at; helpers
+    have `stuck_s` seconds more. The searches of single families share `own_s` seconds.
     """
 
     groups: Sequence[Sequence[int]]
@@ -153,7 +153,7 @@ class Rivals:
 
     def _listed(self, best: FamilyBest) -> Mapping[str, Any] | None:
         """The outcome of the fastest plan that the search has of a family, if it is faster than the
-        best that was found after it: one that its time ended has plans that no time was left for.
+        best that was found after it. The time may be over before that one is solved again.
         """
         solved = [one for one in self._outcomes(best.family) if one["time_s"]]
         first = min(solved, key=lambda one: one["time_s"], default=None)
