@@ -229,7 +229,9 @@ def plan(
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
     if software is None:
         generation = cluster.groups[0].device.generation
-        software = target_of(target).software_for(generation) if target else Software()
+        software = (
+            target_of(target).software_for(generation, compute=chosen) if target else Software()
+        )
     request = PlanRequest(
         cluster,
         default(1) if global_batch is None else global_batch,

@@ -241,12 +241,14 @@ def software_like(
 ) -> Software:
     """The software of the framework `name`, by default that of the target, with the parts that
     `parts` has besides the defaults. Pins of tp, pp, dp and zero, the precision and fp8 count as
-    facts of its job, and the devices of the cluster decide its kernel of attention.
+    facts of its job. The precision is by default that of the cluster. The devices of the cluster
+    decide its kernel of attention.
 
     Raises AutoparError for an unknown framework, target or cluster.
     """
     from autopar.request.framework_names import is_deepspeed
     from autopar.request.frameworks import RECIPES, software_of
+    from autopar.request.plan_request import choose_precision
     from autopar.targets.registry import target_of
 
     facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
@@ -254,9 +256,12 @@ def software_like(
     if parts.matmul_dtype == "fp8":
         recipe = RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
         facts |= {"matmul": "fp8", "recipe": recipe}
+    devices = ClusterSpec.parse(cluster) if cluster else None
+    if precision is None and devices is not None:
+        precision = choose_precision(devices)
     if precision in ("bf16", "fp16", "fp32"):
         facts["compute"] = precision
-    generation = ClusterSpec.parse(cluster).groups[0].device.generation if cluster else ""
+    generation = devices.groups[0].device.generation if devices else ""
     if name is None:
         base = target_of(target or "").software_for(generation, **facts)
     else:

@@ -24,7 +24,7 @@ from autopar.predict.run import Software as RunSoftware
 from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.restriction import Restriction
-from autopar.request.software import Software
+from autopar.request.software import SIXTEEN_BITS, Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.model_shape import shape_of
 from autopar.targets.registry import target_of
@@ -85,11 +85,10 @@ class Setting:
         found = case_of(self._startable()).software
         if facts.fused_loss is not None:
             found = replace(found, loss_kernel="fused" if facts.fused_loss else "in_place")
-        return (
-            found
-            if facts.precision == "bf16"
-            else replace(found, state_recipe=None, matmul_dtype=None)
-        )
+        if facts.precision == "bf16":
+            return found
+        recipe = found.state_recipe if facts.precision in SIXTEEN_BITS else None
+        return replace(found, state_recipe=recipe, matmul_dtype=None)
 
     def of(self, job: Job) -> Setting:
         """The setting of another job with the same model, which is not captured again."""

@@ -195,6 +195,8 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known"
         )
     number = _micro_batches(request)
+    if pin.vpp is None and pin.stages is None and pin.schedule is not None:
+        vpp = SCHEDULES[pin.schedule].min_stages_per_rank  # the search chooses it
     # some schedule runs any number of micro-batches
     if number is not None and not (pin.schedule is None and vpp == 1):
         try:

@@ -25,7 +25,7 @@ from autopar.request.framework_names import (
     runs_on,
     since,
 )
-from autopar.request.software import Software
+from autopar.request.software import SIXTEEN_BITS, Software
 
 SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
 """What shards over the data-parallel ranks: nothing, DeepSpeed's ZeRO, Megatron's distributed optimizer, FSDP, or FSDP in groups."""
@@ -393,6 +393,8 @@ def software_of(framework: str, version: str = "", generation: str = "", **facts
     fields = fields_of(job)
     if (generation, fields.get("attention_kernel")) not in FLASH_RATES:
         fields.pop("attention_kernel", None)
+    if job.compute not in SIXTEEN_BITS:  # all that is held is in fp32
+        fields.pop("state_recipe", None)
     if job.matmul == "fp8":
         fields |= {"matmul_dtype": "fp8", "fp8_scaling": SCALINGS[job.recipe or "delayed"]}
     return Software(compiled=job.compiled, **fields)

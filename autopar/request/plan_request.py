@@ -33,7 +33,8 @@ class PlanRequest:
     restriction too. `keeps_tp_inside`: with a tolerance, tensor parallelism inside nodes is
     preferred (`ir/simplicity.py`).
 
-    Raises AutoparError for a batch, number of devices, precision or software that is not possible.
+    Raises AutoparError for a batch, number of devices, precision or software that is not possible,
+    also within the target.
     """
 
     cluster: Cluster
@@ -70,6 +71,8 @@ class PlanRequest:
             raise AutoparError(
                 f"tolerance={shown(self.tolerance)} must be a fraction from 0 to less than 1, such as 0.02"
             )
+        if self.restriction is not None and self.precision not in self.restriction.precisions:
+            raise AutoparError(_precision_words(self.restriction, self.cluster, self.precision))
         for group in self.cluster.groups:
             _check_dtype(group.device, self.precision)
             self.software.check(group.device, self.precision)
@@ -105,6 +108,15 @@ def _check_dtype(device: Device, precision: str) -> None:
         f"device {device.name} does not compute in {precision}; it has {', '.join(others)}: ask for precision {best} "
         f"(--precision {best})"
     )
+
+
+def _precision_words(restriction: Restriction, cluster: Cluster, precision: str) -> str:
+    """That a framework does not train in a precision, and in what it can on the devices."""
+    known = [name for name in restriction.precisions if all(name in group.device.flops for group in cluster.groups)]  # fmt: skip
+    instead = (
+        f"ask for precision {known[0]} (--precision {known[0]})" if known else "use other devices"
+    )
+    return f"{restriction.name} trains in {' or '.join(restriction.precisions)}, not in {precision}; {instead}, or another target"
 
 
 def choose_precision(cluster: Cluster) -> str:

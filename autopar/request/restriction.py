@@ -86,6 +86,7 @@ class Restriction:
         limits: rules about the layouts that are possible.
         cuts: how the framework cuts pipelines into stages.  None: stages are cut as is best.
         others: restrictions for other targets by name, which messages propose.
+        precisions: those in which the framework trains.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Restriction:
     limits: tuple[Limit, ...] = ()
     cuts: Cuts | None = None
     others: Callable[[], Mapping[str, Restriction]] = _no_others
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
     @property
     def rules(self) -> tuple[Limit, ...]:

@@ -48,6 +48,10 @@ NAMED: dict[str, list[str]] = {
 """The values of fields of `Software` that are names."""
 
 
+SIXTEEN_BITS = ("bf16", "fp16")
+"""The precisions in which `Software.state_recipe` says what frameworks hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Software:
     """The software that runs a plan, as far as it changes prices.
@@ -87,7 +91,7 @@ class Software:
         fp8_weight_copies: they also keep fp8 copies of the weight and its transpose from one micro-batch to the next.
         keeps_stage_outputs: a pipeline keeps what a stage has sent until its backward.  Megatron frees it
             (deallocate_pipeline_outputs).
-        state_recipe: a row of `STATE_RECIPES`.  None is the recipe of the precision.
+        state_recipe: a row of `STATE_RECIPES`, for 16-bit precision.  None is the recipe of the precision.
         workspace_bytes: buffers of its own that a framework keeps.
         root_unit: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered, as in FSDP.
             autopar's own engine frees what it gathers segment by segment.
@@ -208,10 +212,10 @@ class Software:
             raise AutoparError(
                 f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}"
             )
-        for name in ("matmul_dtype", "state_recipe"):
-            if getattr(self, name) is not None and precision != "bf16":
+        for name, fitting in (("matmul_dtype", ("bf16",)), ("state_recipe", SIXTEEN_BITS)):
+            if getattr(self, name) is not None and precision not in fitting:
                 raise AutoparError(
-                    f"software: {name}={shown(getattr(self, name))} needs precision bf16; this is {precision}"
+                    f"software: {name}={shown(getattr(self, name))} needs precision {' or '.join(fitting)}; this is {precision}"
                 )
         measured = sorted(
             kernel for generation, kernel in FLASH_RATES if generation == device.generation

@@ -158,4 +158,5 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
             ),
             ONE_ORDER,
         ),
+        precisions=("bf16", "fp32"),
     )

@@ -191,6 +191,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
             ONE_ORDER,
         ),
         Cuts("deals layers evenly", sizes) if shape.layers else None,
+        precisions=("bf16", "fp32"),
     )
 
 

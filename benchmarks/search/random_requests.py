@@ -93,7 +93,8 @@ class Asked:
         request = replace(request, pin=Pins.of({**pin, **self.pin}), restriction=None, asked=None)
         if not self.target:
             return request
-        software = target_of(self.target).software_for(request.cluster.device.generation)
+        generation = request.cluster.one_kind.device.generation
+        software = target_of(self.target).software_for(generation, compute=request.precision)
         shape = shape_of(parse_model(self.model)) or ModelShape()
         limits = restriction_of(self.target, shape, self.seq)
         return replace(request, software=software).within(limits)

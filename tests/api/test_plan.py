@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from autopar_cost_models import SCHEDULES
 from support.captures import captured_once
 from support.effort import every, tried
 from torch import nn
@@ -231,6 +232,17 @@ def test_impossible_pins_say_why(llama, pin, message):
     model, inputs, traced = llama
     with pytest.raises(AutoparError, match=message):
         autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, traced=traced)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
+def test_the_stages_of_a_rank_follow_a_pinned_schedule(llama, schedule):
+    model, inputs, traced = llama
+    pin = {"pp": 2, "dp": 4, "micro_batch": 2, "schedule": schedule}
+    found = autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, traced=traced)
+    assert len(found.stages) >= 2 * SCHEDULES[schedule].min_stages_per_rank
+    uneven = {**pin, "micro_batch": 1}
+    with pytest.raises(AutoparError, match="cuts micro_batches=5 over 2 ranks"):
+        autopar.plan(model, "dgx-h100:1", inputs, 20, pin=uneven, traced=traced)
 
 
 @pytest.mark.slow

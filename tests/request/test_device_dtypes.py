@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from autopar_cost_models import DEVICES
 from torch import nn
 
 import autopar
+from autopar.cli.options import software_like
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, choose_precision
+from autopar.targets.job import ModelShape
+from autopar.targets.registry import TARGETS, restriction_of, target_of
 
 LACKING = sorted(
     {(name, dtype) for name in DEVICES for dtype in PRECISIONS if dtype not in DEVICES[name].flops}
@@ -47,3 +52,38 @@ def test_a_model_is_planned_in_what_its_devices_compute():
     assert planned.precision == "fp16" and "is taken as v100-16g:2" in planned.notes[0]
     with pytest.raises(AutoparError, match="precision fp16"):
         autopar.plan(model.bfloat16(), "v100-16g:2", batch, loss_fn=nn.functional.mse_loss)
+
+
+def within(target: str, cluster: str, precision: str) -> PlanRequest:
+    """A request within a target, at the prices of its software."""
+    asked, own = requested(cluster, precision), target_of(target)
+    software = own.software_for(asked.cluster.one_kind.device.generation, compute=precision)
+    return replace(asked, software=software).within(restriction_of(target, ModelShape(), 512))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cluster", ["t4:2", "v100-32g:8", "h100:4", "cpu:2"])
+def test_a_target_is_planned_in_a_precision_of_the_devices(target, cluster):
+    precision = choose_precision(ClusterSpec.parse(cluster))
+    try:
+        asked = within(target, cluster, precision)
+    except AutoparError as error:
+        assert "trains in bf16 or fp32, not in fp16" in str(error)
+        advised = str(error).partition("--precision ")[2].partition(")")[0]
+        asked = within(target, cluster, advised)
+    recipe = asked.software.state_recipe
+    assert recipe is None or asked.precision in ("bf16", "fp16")
+
+
+def test_a_target_without_half_precision_says_what_it_trains_in():
+    with pytest.raises(AutoparError, match=r"torchtitan trains in bf16 or fp32, not in fp16"):
+        within("torchtitan", "h100:4", "fp16")
+    assert within("accelerate", "v100-32g:8", "fp16").software.state_recipe == "fsdp"
+    assert within("deepspeed", "v100-32g:8", "fp16").software.state_recipe == "deepspeed_fp16"
+
+
+def test_the_command_line_takes_the_precision_of_the_devices_for_a_target():
+    facts = {"parts": autopar.Software(), "pins": {}, "precision": None}
+    for cluster, recipe in (("t4:2", "fsdp"), ("h100:2", "fsdp"), ("cpu:2", None)):
+        found = software_like(None, cluster=cluster, target="accelerate", **facts)
+        assert found.state_recipe == recipe
