@@ -2,6 +2,7 @@
 
     python benchmarks/search/refute.py [--seed 0] [--first 0] [--requests 60] [--pins 10]
                                        [--time-limit 20] [--pin-limit 6] [--processes 1]
+                                       [--minutes 600]
 
 Each request is planned with the defaults of the command line. Then it is planned again, with
 tolerance 0, under random pins that agree with a candidate of its search space. These plans test:
@@ -59,6 +60,7 @@ quantized.
 """
 _OPTIONS = {
     "seed": 0, "first": 0, "requests": 60, "pins": 10, "time-limit": 20, "pin-limit": 6, "processes": 1,
+    "minutes": 600,
 }  # fmt: skip
 
 
@@ -251,8 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", default=tuple(MODELS), metavar="NAME")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    trials = []
+    trials, until = [], time.perf_counter() + 60 * args.minutes
     for number in range(args.first, args.first + args.requests):
+        if time.perf_counter() > until:
+            break
         draw = random.Random(f"{args.seed}/{number}")
         trial = Trial(random_request(draw, args.models), args.pin_limit, args.processes)
         trial.run(draw, args.pins, args.time_limit)
