@@ -228,10 +228,7 @@ def plan(
     )
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
     if software is None:
-        generation = cluster.groups[0].device.generation
-        software = (
-            target_of(target).software_for(generation, compute=chosen) if target else Software()
-        )
+        software = _software_on(cluster, chosen, target)
     request = PlanRequest(
         cluster,
         default(1) if global_batch is None else global_batch,
@@ -258,6 +255,13 @@ def plan(
         note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
     deadline = deadline.captured(deadline.clock() - deadline.start_s)
     return _noted(_noted(_best_plan(goal, traced, request, deadline, progress), note), read)
+
+
+def _software_on(cluster: Cluster, precision: str, target: str | None) -> Software:
+    """The software of a target on the devices of a cluster; autopar's own without a target."""
+    if target is None:
+        return Software()
+    return target_of(target).software_for(cluster.groups[0].device.generation, compute=precision)
 
 
 def _best_plan(
