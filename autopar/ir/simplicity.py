@@ -14,6 +14,10 @@ INSIDE = 0.1
 nodes.
 """
 
+FEW_STAGES = 4
+"""The most stages of a pipeline rank that practitioners use without need."""
+_VIRTUAL = ("", "several stages a rank", f"over {FEW_STAGES} stages a rank")
+
 FREE_SHARE = 0.2
 """The fraction of a device's memory that a plan leaves free if it is not `crowded`."""
 
@@ -24,14 +28,14 @@ class Simplicity:
 
     Attributes:
         axes: mesh axes with several ranks; ZeRO within groups of ranks counts as one more.
-        virtual: whether pipeline ranks have several stages each.
+        virtual: 0 if pipeline ranks have one stage each, 1 with up to `FEW_STAGES`, 2 with more.
         mixed: whether layers recompute in different modes.
         schedule: the place of the pipeline schedule in `ESTABLISHED`.
         crowded: whether less than `FREE_SHARE` of a device's memory stays free.
     """
 
     axes: int
-    virtual: bool
+    virtual: int
     mixed: bool
     schedule: int
     crowded: bool = False
@@ -46,7 +50,7 @@ class Simplicity:
     def __str__(self) -> str:
         axes = f"{self.axes} {'axis' if self.axes == 1 else 'axes'}"
         words = [axes if self.axes else "one device"]
-        words += ["several stages a rank"] if self.virtual else []
+        words += [_VIRTUAL[self.virtual]] if self.virtual else []
         words += ["mixed recomputation"] if self.mixed else []
         words += [ESTABLISHED[self.schedule]] if self.schedule else []
         words += [f"less than {FREE_SHARE:.0%} of memory free".replace("%", " %")] * self.crowded
@@ -66,7 +70,7 @@ def simplicity_of(
     """
     return Simplicity(
         axes=sum(mesh.size(axis) > 1 for axis in ("dp", "tp", "cp", "pp", "ep")) + (shard > 0),
-        virtual=stages_per_rank > 1,
+        virtual=(stages_per_rank > 1) + (stages_per_rank > FEW_STAGES),
         mixed=recompute == "mixed",
         schedule=ESTABLISHED.index(schedule) if schedule in ESTABLISHED else len(ESTABLISHED),
         crowded=is_crowded,
