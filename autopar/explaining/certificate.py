@@ -8,12 +8,8 @@ from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
 from autopar.request.pins import pin_text
 from autopar.text.numbers import Numbers, Words
-from autopar.text.units import PROVED, gap_words, gib, percent
+from autopar.text.units import NOT_PROVED, NOTHING_KNOWN, PROVED, gap_words, gib, percent
 
-NOT_PROVED, NOTHING_KNOWN = 0.05, 0.9
-"""The gaps from which the first line of an answer says that the plan is not proved, and that nothing
-useful is known about others.
-"""
 _NO_GAIN = 5e-4
 """Fraction of a step below which more memory is said to gain nothing."""
 _MORE_TIME = "a higher --time-limit (time_limit_s in Python) may prove or find more"

@@ -12,7 +12,6 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.certificate import NOT_PROVED
 from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -20,7 +19,7 @@ from autopar.request.pins import choices_of, pins_of
 from autopar.request.software import software_words
 from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
 from autopar.text.tables import Grid, grid
-from autopar.text.units import gap_words, gib, ms, percent
+from autopar.text.units import NOT_PROVED, gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group

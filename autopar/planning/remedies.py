@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar_cost_models import DEVICES, OFFLOADS, home_of
+from autopar_cost_models.memory_error import is_sure
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
@@ -22,8 +23,9 @@ from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import choices_of, pin_text
+from autopar.text.device_words import misfit_chance
 from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, layout_words
-from autopar.text.units import gib, ms, percent
+from autopar.text.units import NOT_PROVED, gap_words, gib, ms, percent
 
 BUDGET_S = 20.0
 """Seconds to look for remedies, shared evenly by the remaining ladders."""
@@ -90,17 +92,29 @@ class Remedy:
     def __str__(self) -> str:
         predicted = self.plan.predicted
         peak = gib(max(predicted.peak_memory_bytes))
-        doubt = "" if self.smallest else "; a smaller change was not ruled out in time"
-        return f"{self.words}: {ms(predicted.step_time_s)} a step, {peak} ({layout_words(self.plan)}){doubt}"
+        doubts = [] if self.smallest else ["a smaller change was not ruled out in time"]
+        gap, risk = self.plan.certificate.gap, misfit_chance(self.plan, self.ask.cluster)
+        if gap > NOT_PROVED:
+            doubts.append(
+                f"a plan that takes up to {gap_words(gap)} less was not ruled out in time"
+            )
+        if risk is not None and not is_sure(1 - risk):
+            doubts.append(f"a chance of {percent(risk)} not to fit")
+        words = f"{ms(predicted.step_time_s)} a step, {peak} ({layout_words(self.plan)})"
+        return "; ".join([f"{self.words}: {words}", *doubts])
+
+    @property
+    def device_s(self) -> float:
+        """Device seconds that a token takes."""
+        return self.ask.cluster.num_devices / self.plan.predicted.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """What would make the request `ask` fit: the reason why nothing fits, the remedies `found`,
-    kinds of change that are `useless`, and kinds without time to verify. `budget_s` is the time
+    """What would make the request `ask` fit: the reason why nothing fits, the remedies `found`, kinds of change that are `useless`, and kinds without time to verify. `budget_s` is the time
     that the search had, in seconds.
 
-    `least` is the plan that needs the least memory, on devices that have enough; None if unknown.
+    Of `found`, the one with the fewest device seconds for a token is first. `least` is the plan that needs the least memory, on devices that have enough; None if unknown.
     """
 
     ask: Ask
@@ -179,7 +193,7 @@ def remedies(
         ask=ask,
         reason=str(error),
         least=least,
-        found=tuple(found),
+        found=tuple(sorted(found, key=lambda remedy: remedy.device_s)),
         useless=tuple(useless),
         unverified=tuple(unverified),
         budget_s=budget_s,
@@ -434,6 +448,8 @@ def _remedy_data(remedy: Remedy) -> dict[str, Any]:
         "change": remedy.what,
         "words": remedy.words,
         "smallest": remedy.smallest,
+        "gap": remedy.plan.certificate.gap,
+        "misfit_chance": misfit_chance(remedy.plan, ask.cluster),
         "cluster": ask.cluster.name,
         "devices": ask.cluster.num_devices,
         "global_batch": ask.global_batch,

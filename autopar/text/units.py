@@ -10,6 +10,10 @@ PROVED = 1e-3
 """The gap up to which reports call a plan the optimum. The search ends there too, and where exactly
 differs from run to run.
 """
+NOT_PROVED, NOTHING_KNOWN = 0.05, 0.9
+"""The gaps from which an answer says first that its plan is not proved, and that nothing useful is
+known about others.
+"""
 
 
 def ms(seconds: float) -> str:

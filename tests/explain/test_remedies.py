@@ -207,6 +207,29 @@ def test_a_budget_that_is_spent_is_said():
     )
 
 
+def test_the_cheapest_remedy_is_first_and_doubts_are_said():
+    plan = task().plan({"tp": 4})
+
+    def plan_for(ask: Ask, limit_s: float):
+        if ask.cluster.num_devices > task().cluster.num_devices:
+            return plan
+        if ask.pin.get("offload") != "optimizer":
+            raise NoPlanFits("too large", None, proven=True)
+        slow = replace(plan.predicted, tokens_per_s=plan.predicted.tokens_per_s / 3)
+        memory = (int(0.95 * ask.cluster.device.memory_bytes),) * plan.mesh.pp
+        unproved = replace(plan.certificate, gap=0.3)
+        slow = replace(slow, peak_memory_bytes=memory)
+        return replace(plan, predicted=slow, certificate=unproved)
+
+    ask = Ask({}, task().cluster.kept_free(), 16, None)
+    first, second = remedies(NoPlanFits("No plan fits: X"), plan_for, ask).found
+    assert first.what == "devices" and second.what == "offload"
+    assert first.device_s < second.device_s and str(first).endswith(")")
+    assert "; a plan that takes up to 30 % less was not ruled out in time; a chance of 3" in str(
+        second
+    )
+
+
 @pytest.mark.parametrize(("pinned", "fits", "expected", "useless"), [
     ("none", {"optimizer"}, ["optimizer"], 0), ("none", {"parameters"}, ["parameters"], 1),
     ("none", {"optimizer", "parameters"}, ["optimizer"], 0), ("optimizer", {"parameters"}, ["parameters"], 0),
@@ -217,7 +240,7 @@ def test_each_kind_of_offloading_is_tried_for_itself(pinned, fits, expected, use
 
     def plan_for(ask: Ask, limit_s: float):
         if ask.pin.get("offload") in fits:
-            return None
+            return task().plan({"tp": 4})
         raise NoPlanFits("too large", None, proven=True)
 
     pin = {} if pinned is None else {"offload": pinned}

@@ -32,6 +32,6 @@ def test_groups_of_zero_count_as_an_axis_and_all_experts_on_dp_do_not():
 def test_words_say_what_is_there():
     words = str(simplicity_of(MeshShape(dp=4, pp=2), 0, 5, "mixed", "interleaved_1f1b", True))
     assert words == (
-        "2 axes, several stages a rank, mixed recomputation, interleaved_1f1b, less than 20 % of memory free"
+        "2 axes, over 4 stages a rank, mixed recomputation, interleaved_1f1b, less than 20 % of memory free"
     )
     assert str(ORDERED[0]) == "one device" and str(ORDERED[1]) == "1 axis"
