@@ -111,10 +111,11 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """What would make the request `ask` fit: the reason why nothing fits, the remedies `found`, kinds of change that are `useless`, and kinds without time to verify. `budget_s` is the time
-    that the search had, in seconds.
+    """What would make the request `ask` fit: the reason why nothing fits, the remedies `found`, kinds
+    of change that are `useless`, and kinds without time to verify. `budget_s` is the time that the
+    search had, in seconds. Of `found`, the one with the fewest device seconds for a token is first.
 
-    Of `found`, the one with the fewest device seconds for a token is first. `least` is the plan that needs the least memory, on devices that have enough; None if unknown.
+    `least` is the plan that needs the least memory, on devices that have enough; None if unknown.
     """
 
     ask: Ask
