@@ -37,7 +37,6 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.costs.pipeline_cost import pipelined
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.lp_relaxation import least_static_by_class
 from autopar.solve.integer_program.placement_solver import Infeasible, smallest_memory
@@ -47,6 +46,7 @@ from autopar.solve.search.candidate_models import ModelOf
 from autopar.solve.search.candidate_state import Entry, FixedSolver
 from autopar.solve.search.driver import Driver, shape_of
 from autopar.solve.search.fixed_candidates import bound_quickly, relax, solve_fixed
+from autopar.solve.search.lean_stages import fullest_lean_rank_bytes, lean_schedules
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.search_state import SearchState
@@ -411,17 +411,20 @@ class UniformRefiner:
 
     def _least_memory(self, candidate: Candidate, bound_bytes: int, limit_s: float) -> Infeasible:
         """An `Infeasible` with the bytes of the leanest placement of a candidate, in the recompute
-        mode that keeps least. In a pipeline, it has the bytes of the fullest rank with even stages,
-        and `bound_bytes` as its bound. CP-SAT runs for at most `limit_s` seconds, or 1 if that is
-        less.
+        mode that keeps least. In a pipeline, it has the bytes of the fullest rank under the schedule
+        and with the stages that hold least, and `bound_bytes` as its bound. CP-SAT runs for at most
+        `limit_s` seconds, or 1 if that is less.
         """
-        model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
-        threads = self.state.limits.threads
-        result = smallest_memory(model, self.capacity_bytes or 0, max(limit_s, 1.0), threads)
-        if model.pipeline is not None and result.choices is not None:
-            fullest = max(pipelined(model, result.choices).memory_bytes)
-            result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
-        return result
+        threads, found = self.state.limits.threads, list[Infeasible]()
+        for one in lean_schedules(candidate):
+            model = self.annotate(replace(one, recompute=candidate.modes[-1]))
+            result = smallest_memory(model, self.capacity_bytes or 0, max(limit_s, 1.0), threads)
+            if model.pipeline is not None and result.choices is not None:
+                fullest = fullest_lean_rank_bytes(model, result.choices)
+                result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
+            found.append(result)
+        known = [one for one in found if one.memory_bytes is not None]
+        return min(known, key=lambda one: one.memory_bytes or 0, default=found[0])
 
 
 def _check_micro_batches(candidate: Candidate, model: AnnotatedModel) -> None:
