@@ -16,7 +16,8 @@ tolerance 0, under random pins that agree with a candidate of its search space. 
 - traceback: no error but AutoparError.
 
 Some pins lift a limit of the search space, such as that on the order of the mesh. Plans outside it
-are counted, and test nothing. A line is printed for each request, and one for each refuted claim.
+are counted, and test nothing. A line is printed for each request, one for each refuted claim, and
+one for each pin that is 2 % faster than a plan that is not proved.
 Then a table says how much faster a plan under pins was than the plan, and than the best of its
 family. The exit code is 1 if a claim is refuted.
 """
@@ -47,7 +48,7 @@ from autopar.ir.mesh import DEGREES, MeshShape
 from autopar.ir.plan import Plan
 from autopar.planning.candidates import candidates_for
 from autopar.request.pins import pin_text
-from autopar.request.plan_request import PlanRequest
+from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search.families import family_of
 from autopar.text.plan_words import short_words
@@ -81,6 +82,7 @@ class Trial:
     feasible: int = 0
     outside: int = 0
     refuted: list[str] = field(default_factory=list)
+    better: list[str] = field(default_factory=list)
     faster: dict[str, float] = field(default_factory=dict)
 
     def run(self, draw: random.Random, pins: int, time_limit_s: float) -> None:
@@ -163,6 +165,8 @@ class Trial:
             return
         proof = self.answer.certificate
         self._faster("plan", taken_s, proof.fastest_s)
+        if taken_s < (1 - TOLERANCE) * proof.fastest_s:
+            self.better.append(f"faster: {said}")
         listed = [_bound_s(one) for one in proof.meshes if _key(_named(one)) == _key(found)]
         bounds = {"bound": proof.bound_s, "candidate": min(listed, default=0.0)}
         for entry in proof.runners_up:
@@ -260,7 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw = random.Random(f"{args.seed}/{number}")
         trial = Trial(random_request(draw, args.models), args.pin_limit, args.processes)
         trial.run(draw, args.pins, args.time_limit)
-        print(number, trial, *(f"\n      {words}" for words in trial.refuted), flush=True)
+        print(
+            number,
+            trial,
+            *(f"\n      {words}" for words in (*trial.refuted, *trial.better)),
+            flush=True,
+        )
         trials.append(trial)
     print("", *summary(trials), sep="\n")
     return int(any(trial.refuted for trial in trials))
