@@ -33,6 +33,8 @@ from autopar.planning.model_facts import (
 from autopar.planning.pin_checks import (
     check_pins,
     fixed_degrees,
+    needs_pipeline,
+    pipeline_ranks,
     product_words,
     schedule_of,
     searches_split_backward,
@@ -134,7 +136,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
     """The numbers of pipeline ranks to search: [1] if parameters are offloaded, otherwise the pinned
-    one, unchecked. Without a pin, all divisors of the number of devices up to `most`, ascending.
+    one, unchecked. Without a pin, all divisors of the number of devices up to `most`, ascending, and
+    above 1 if another pin is of a pipeline.
     With several kinds of devices, only those with which each rank lies within one group.
     """
     # a pipeline has those of its stages on the device for all of a step
@@ -142,6 +145,8 @@ def _ranks_for(request: PlanRequest, most: int) -> list[int]:
         return [1]
     if request.pin.pp is not None:
         return [request.pin.pp]
+    if needs_pipeline(request.pin) and not request.is_mixed:
+        return pipeline_ranks(request, most)
     # a rank lies within one group
     each = gcd(*(group.num_devices for group in request.cluster.groups))
     return [

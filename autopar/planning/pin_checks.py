@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd, prod
 
 from autopar_cost_models import SCHEDULES, check_schedule, splits_backward
@@ -172,7 +173,13 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     no schedule, too few micro-batches, or what the engine cannot run.
     """
     pin = request.pin
-    pp, vpp = pin.pp or len(request.cluster.groups), pin.vpp or 1
+    ranks = [pin.pp or len(request.cluster.groups)]
+    if needs_pipeline(pin) and pin.pp is None and not request.is_mixed:
+        ranks = pipeline_ranks(request, len(traced.layers))
+        if len(ranks) != 1:  # several: each is checked where candidates are listed
+            _check_some_pipeline(request, ranks, len(traced.layers))
+            return
+    (pp,), vpp = ranks, pin.vpp or 1
     parted = shared_updates(traced) if request.runnable and pp > 1 else []
     if parted:
         raise NoLayout(
@@ -203,6 +210,43 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             check_schedule(schedule_of(pin), pp, vpp, number)
         except ValueError as error:
             raise NoLayout(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
+
+
+def needs_pipeline(pin: Pins) -> bool:
+    """Whether a pin is of a pipeline, so that there must be one."""
+    return (pin.vpp or 1) > 1 or pin.schedule not in (None, "none") or pin.stages is not None
+
+
+def pipeline_ranks(request: PlanRequest, most: int) -> list[int]:
+    """The numbers of pipeline ranks above 1, and up to `most`, with which pins of a pipeline agree:
+    those of a number of stages, and those that leave what degrees take.
+    """
+    pin, devices = request.pin, request.cluster.num_devices
+    stages = len(stage_sizes(pin.stages))
+    taken = prod(size for name, size in fixed_degrees(pin).items() if name != "pp")
+    return [
+        count
+        for count in divisors(devices)
+        if 1 < count <= most
+        and devices % (count * taken) == 0
+        and stages in (0, count * (pin.vpp or 1))
+    ]
+
+
+def _check_some_pipeline(request: PlanRequest, ranks: Sequence[int], blocks: int) -> None:
+    """Raises NoLayout if there are no `ranks` of a pipeline that pins ask for, or if parameters are
+    offloaded.
+    """
+    pin = request.pin
+    name = next(n for n in ("stages", "vpp", "schedule") if n in pin)
+    what = f"{name}={pin[name]} is of a pipeline"
+    if pin.offload == "parameters":
+        raise NoLayout(f"{what}, and offload=parameters needs pp=1; drop one of them")
+    if not ranks:
+        raise NoLayout(
+            f"{what}, and with {request.cluster.num_devices} devices, {blocks} layers and the other pins pp is 1; drop the pin, or "
+            "others that take devices"
+        )
 
 
 def _check_sizes(pin: Pins, stages: int, blocks: int) -> None:

@@ -25,7 +25,11 @@ from autopar.planning.candidates import (
     tp_limit,
 )
 from autopar.planning.model_facts import attention_heads, num_experts, shared_updates
-from autopar.planning.pin_checks import searches_split_backward
+from autopar.planning.pin_checks import (
+    needs_pipeline,
+    pipeline_ranks,
+    searches_split_backward,
+)
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MODES
@@ -91,6 +95,9 @@ def _mesh(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
             f"divisors of the devices up to {layers} for which the devices of a rank divide {each}",
             "a stage has at least one layer, and a rank lies within one kind of devices",
         )
+    elif needs_pipeline(pin):
+        ranks = pipeline_ranks(request, layers)
+        yield SpaceRule("pp", _either(ranks), "pins of a pipeline, and a layer for each stage")
     else:
         yield SpaceRule(
             "pp", f"divisors of the devices up to {layers}", "a stage has at least one layer"

@@ -3,6 +3,7 @@
 import gc
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -218,7 +219,11 @@ def test_plan_for_something_else_is_refused():
         ({"recompute": "some"}, "none, full, gather, selective, op and every-2, every-3, ... are"),
         ({"micro_batch": 3, "dp": 8}, "micro_batch=3 does not divide"),
         ({"pp": 3}, "pp=3 does not divide 8 devices"),
-        ({"vpp": 2}, "vpp=2 is of a pipeline, and pp is 1"),
+        ({"vpp": 2, "pp": 1}, "vpp=2 is of a pipeline, and pp is 1"),
+        ({"vpp": 2, "tp": 8}, "vpp=2 is of a pipeline, and with 8 devices, 4 layers .* pp is 1"),
+        ({"stages": "1-1-2"}, "stages=1-1-2 is of a pipeline, and with 8 devices"),
+        ({"stages": "1-2"}, "has 2 stages with 3 layers"),
+        ({"vpp": 2, "offload": "parameters"}, "offload=parameters needs pp=1"),
         ({"pp": 8, "vpp": 8}, "more than the model's 4 blocks"),
         ({"pp": 2, "schedule": "2f2b"}, "schedule='2f2b' is not known"),
         (
@@ -232,6 +237,29 @@ def test_impossible_pins_say_why(llama, pin, message):
     model, inputs, traced = llama
     with pytest.raises(AutoparError, match=message):
         autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, traced=traced)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [{"vpp": 2}, {"stages": "1-3"}, {"schedule": "1f1b"}, {"schedule": "zero_bubble", "tp": 2}],
+)
+def test_pins_of_a_pipeline_leave_its_ranks_to_the_search(llama, pin):
+    model, inputs, traced = llama
+    ask = {"tolerance": 0, "traced": traced}
+    plan = autopar.plan(model, "dgx-h100:1", inputs, 16, pin=pin, **ask)
+    assert plan.mesh.pp > 1
+    for name, value in pin.items():
+        found = "-".join(str(len(s)) for s in plan.stages) if name == "stages" else None
+        kept = {
+            "vpp": len(plan.stages) // plan.mesh.pp,
+            "schedule": plan.schedule,
+            "tp": plan.mesh.tp,
+        }
+        assert found is not None or kept[name] == value
+    for pp in (2, 4):
+        with suppress(AutoparError):
+            other = autopar.plan(model, "dgx-h100:1", inputs, 16, pin={**pin, "pp": pp}, **ask)
+            assert plan.predicted.step_time_s <= other.predicted.step_time_s * (1 + 2e-3)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])

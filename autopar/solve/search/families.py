@@ -134,8 +134,9 @@ class Rivals:
         end = min(self.until, time.perf_counter() + self.own_s)
         self._find(new, lambda family: self._searched(family, end))
         found += [self.known.get(family) or self._best(family) for family in families]
-        found = [replace(best, listed=self._listed(best)) for best in found]
-        found = [replace(best, bound_s=self._bound_s(best)) for best in found]
+        now = replace(self, outcomes=searched.outcomes)  # which has plans that were preferred since
+        found = [replace(best, listed=now._listed(best)) for best in found]
+        found = [replace(best, bound_s=now._bound_s(best)) for best in found]
         return sorted(found, key=lambda best: (best.time_s, FAMILIES.index(best.family)))
 
     def _bound_s(self, best: FamilyBest) -> float:
