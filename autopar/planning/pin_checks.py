@@ -218,8 +218,8 @@ def needs_pipeline(pin: Pins) -> bool:
 
 
 def pipeline_ranks(request: PlanRequest, most: int) -> list[int]:
-    """The numbers of pipeline ranks above 1, and up to `most`, with which pins of a pipeline agree:
-    those of a number of stages, and those that leave what degrees take.
+    """The numbers of pipeline ranks from 2 to `most` that agree with the pinned stages, and leave
+    the devices that pinned degrees take.
     """
     pin, devices = request.pin, request.cluster.num_devices
     stages = len(stage_sizes(pin.stages))
