@@ -267,7 +267,7 @@ def _check_no_pipeline(pin: Pins) -> None:
     for name, value in alone.items():
         if name in pin and pin[name] != value:
             raise NoLayout(
-                f"{name}={pin[name]} is of a pipeline, and pp is 1; pin pp, or drop the pin"
+                f"{name}={pin[name]} is of a pipeline, and pp is 1; drop one of the pins"
             )
 
 

@@ -182,7 +182,7 @@ MISTAKES = [
         ],
         ["op", "engine cannot run"],
     ),
-    ([*EXPLAIN, "--pin", "schedule=gpipe"], ["schedule=gpipe", "pin pp"]),
+    ([*EXPLAIN, "--pin", "schedule=gpipe,pp=1"], ["schedule=gpipe", "pp is 1"]),
     (
         [
             "explain",
