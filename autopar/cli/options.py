@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
+from math import ceil
 from typing import Any
 
 import click
@@ -220,7 +221,9 @@ def _headroom(headroom: str | None, fit: float | None) -> str | None:
         return headroom
     if headroom is not None:
         raise click.UsageError("--headroom and --fit both say what stays free: give one of them")
-    return f"{headroom_for(fit):.4f}"
+    return (
+        f"{ceil(1e4 * headroom_for(fit)) / 1e4:.4f}"  # upwards: the chance is at least that asked
+    )
 
 
 def software_from(parts: Mapping[str, Any]) -> Software:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autopar_cost_models.memory_error import is_sure
+from autopar_cost_models.memory_error import FIT_CHANCE, is_sure
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -26,7 +26,7 @@ from autopar.targets.job import Finding, Job
 from autopar.targets.registry import target_of
 from autopar.targets.target import Target
 from autopar.text.plan_words import short_words
-from autopar.text.units import ms
+from autopar.text.units import ms, percent
 
 NO_VERDICT = "no verdict is given on this job"
 
@@ -233,7 +233,9 @@ def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
     except AutoparError as error:
         return replace(answer, why_no_best=str(error))
     if max(best.predicted.peak_memory_bytes) > room_bytes:
-        why = f"{short_words(best)}, {ms(best.predicted.step_time_s)}, does not fit as this file runs it"  # fmt: skip
+        is_over = max(best.predicted.peak_memory_bytes) > answer.cluster.device.memory_bytes
+        fit = "does not fit" if is_over else f"has a chance to fit below {percent(FIT_CHANCE)}"
+        why = f"{short_words(best)}, {ms(best.predicted.step_time_s)}, {fit} as this file runs it"
         return replace(answer, why_no_best=why)
     if answer.runs and _as_fast(own, best):
         return replace(answer, bound_s=bound_s)

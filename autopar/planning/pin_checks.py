@@ -176,10 +176,8 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     ranks = [pin.pp or len(request.cluster.groups)]
     if needs_pipeline(pin) and pin.pp is None and not request.is_mixed:
         ranks = pipeline_ranks(request, len(traced.layers))
-        if len(ranks) != 1:  # several: each is checked where candidates are listed
-            _check_some_pipeline(request, ranks, len(traced.layers))
-            return
-    (pp,), vpp = ranks, pin.vpp or 1
+        _check_some_pipeline(request, ranks, len(traced.layers))
+    pp, vpp = ranks[0], pin.vpp or 1
     parted = shared_updates(traced) if request.runnable and pp > 1 else []
     if parted:
         raise NoLayout(
@@ -188,6 +186,8 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     if splits_backward(pin.schedule or "none") and not may_split_backward(request):
         what = "torch.compile" if request.software.compiled else "recompute=op"
         raise NoLayout(f"the engine cannot run {what} under {pin.schedule}; pin schedule=1f1b")
+    if len(ranks) > 1:
+        return  # each is checked where candidates are listed
     if pp == 1:
         _check_no_pipeline(pin)
         return
@@ -212,9 +212,16 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             raise NoLayout(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
 
 
-def needs_pipeline(pin: Pins) -> bool:
-    """Whether a pin is of a pipeline, so that there must be one."""
-    return (pin.vpp or 1) > 1 or pin.schedule not in (None, "none") or pin.stages is not None
+_ALONE = {"vpp": 1, "schedule": "none", "stages": None}
+"""Pins of a pipeline, with their values where there is none."""
+
+
+def needs_pipeline(pin: Pins) -> str:
+    """The first pin that needs a pipeline, as `vpp=2`; '' if none does."""
+    found = (
+        f"{name}={pin[name]}" for name, none in _ALONE.items() if name in pin and pin[name] != none
+    )
+    return next(found, "")
 
 
 def pipeline_ranks(request: PlanRequest, most: int) -> list[int]:
@@ -237,10 +244,8 @@ def _check_some_pipeline(request: PlanRequest, ranks: Sequence[int], blocks: int
     """Raises NoLayout if there are no `ranks` of a pipeline that pins ask for, or if parameters are
     offloaded.
     """
-    pin = request.pin
-    name = next(n for n in ("stages", "vpp", "schedule") if n in pin)
-    what = f"{name}={pin[name]} is of a pipeline"
-    if pin.offload == "parameters":
+    what = f"{needs_pipeline(request.pin)} is of a pipeline"
+    if request.pin.offload == "parameters":
         raise NoLayout(f"{what}, and offload=parameters needs pp=1; drop one of them")
     if not ranks:
         raise NoLayout(
@@ -263,12 +268,8 @@ def _check_sizes(pin: Pins, stages: int, blocks: int) -> None:
 
 def _check_no_pipeline(pin: Pins) -> None:
     """Raises NoLayout if another pin needs a pipeline. It is called if pp is 1."""
-    alone = {"vpp": 1, "schedule": "none", "stages": None}
-    for name, value in alone.items():
-        if name in pin and pin[name] != value:
-            raise NoLayout(
-                f"{name}={pin[name]} is of a pipeline, and pp is 1; drop one of the pins"
-            )
+    if what := needs_pipeline(pin):
+        raise NoLayout(f"{what} is of a pipeline, and pp is 1; drop one of the pins")
 
 
 def _micro_batches(request: PlanRequest) -> int | None:

@@ -224,6 +224,8 @@ def test_plan_for_something_else_is_refused():
         ({"stages": "1-1-2"}, "stages=1-1-2 is of a pipeline, and with 8 devices"),
         ({"stages": "1-2"}, "has 2 stages with 3 layers"),
         ({"vpp": 2, "offload": "parameters"}, "offload=parameters needs pp=1"),
+        ({"stages": "1-3", "offload": "parameters"}, "offload=parameters needs pp=1"),
+        ({"vpp": 1, "schedule": "1f1b", "tp": 8}, "schedule=1f1b is of a pipeline"),
         ({"pp": 8, "vpp": 8}, "more than the model's 4 blocks"),
         ({"pp": 2, "schedule": "2f2b"}, "schedule='2f2b' is not known"),
         (

@@ -190,6 +190,7 @@ def test_headroom_and_tolerance_are_options_of_every_command_that_plans():
         assert "--headroom and --fit both say" in both
     sure = json.loads(run("explain", *args, "--fit", "0.99", "--json").stdout)
     assert sure["certificate"]["headroom"] == pytest.approx(headroom_for(0.99), abs=1e-4)
+    assert sure["certificate"]["headroom"] >= headroom_for(0.99)
 
 
 @pytest.mark.slow
