@@ -5,7 +5,6 @@ axis.
 from __future__ import annotations
 
 import os
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -77,17 +76,15 @@ def pp_subgroup(
     )
 
 
-_meshes: tuple[Any, dict[tuple, Any]] = (None, {})
-"""The default process group, and the meshes and groups that were made over it. Groups hold sockets
-and threads, so engines with the same mesh share them.
+_made: dict[dist.ProcessGroup, dict[tuple, Any]] = {}
+"""By default process group, the meshes and groups that were made beside it. Groups hold sockets and
+threads, so engines with the same mesh share them. Those of an ended default group stay: the end of
+a gloo group waits for its threads, which a fork does not have, and may abort the process.
 """
 
 
 def _known() -> dict[tuple, Any]:
-    global _meshes
-    if _meshes[0] is not dist.group.WORLD:
-        _meshes = (dist.group.WORLD, {})
-    return _meshes[1]
+    return _made.setdefault(_world(), {})
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -168,9 +165,6 @@ def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-_gloo_groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
-
-
 def file_group() -> dist.ProcessGroup | None:
     """A gloo process group of all ranks for messages about files. It is separate from the groups that
     train and from `call_group`, because saving communicates during steps. None without a process
@@ -187,9 +181,7 @@ def call_group() -> dist.ProcessGroup | None:
 def _gloo_group(use: str) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
-    if use not in _gloo_groups or _gloo_groups[use][0] is not dist.group.WORLD:
-        # the end of an old gloo group may wait for its threads without end: not here
-        old = [_gloo_groups.pop(use, None)]
-        _gloo_groups[use] = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=time_limit()))
-        threading.Thread(target=old.clear, daemon=True).start()
-    return _gloo_groups[use][1]
+    known, key = _known(), ("gloo", use)
+    if key not in known:
+        known[key] = dist.new_group(backend="gloo", timeout=time_limit())
+    return known[key]
