@@ -73,13 +73,14 @@ def why(plan: Plan, entry: Mapping[str, Any]) -> str:
 def simplicity_of_plan(plan: Plan) -> Simplicity:
     """The simplicity of a plan, `crowded` aside."""
     per_rank = len(plan.stages) // plan.mesh.pp
-    return simplicity_of(plan.mesh, plan.shard, per_rank, plan.recompute, plan.schedule)
+    return simplicity_of(plan.mesh, plan.zero, plan.shard, per_rank, plan.recompute, plan.schedule)
 
 
 def simplicity_of_entry(entry: Mapping[str, Any]) -> Simplicity:
     """The simplicity of a solved candidate in a certificate, `crowded` aside."""
     return simplicity_of(
         MeshShape(**entry["mesh"]),
+        entry["zero"],
         entry["shard"],
         entry["stages_per_rank"],
         entry["recompute"],

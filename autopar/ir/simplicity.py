@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 
 from autopar.ir.mesh import MeshShape
 
@@ -31,6 +31,7 @@ class Simplicity:
         virtual: 0 if pipeline ranks have one stage each, 1 with up to `FEW_STAGES`, 2 with more.
         mixed: whether layers recompute in different modes.
         schedule: the place of the pipeline schedule in `ESTABLISHED`.
+        gathers: whether parameters are gathered for every pass, as under ZeRO-3.
         crowded: whether less than `FREE_SHARE` of a device's memory stays free.
     """
 
@@ -38,14 +39,13 @@ class Simplicity:
     virtual: int
     mixed: bool
     schedule: int
+    gathers: bool = False
     crowded: bool = False
 
     @property
     def as_data(self) -> dict[str, int | bool]:
         """The fields by name, for JSON."""
-        return dict(
-            zip(("axes", "virtual", "mixed", "schedule", "crowded"), astuple(self), strict=True)
-        )
+        return asdict(self)
 
     def __str__(self) -> str:
         axes = f"{self.axes} {'axis' if self.axes == 1 else 'axes'}"
@@ -53,25 +53,28 @@ class Simplicity:
         words += [_VIRTUAL[self.virtual]] if self.virtual else []
         words += ["mixed recomputation"] if self.mixed else []
         words += [ESTABLISHED[self.schedule]] if self.schedule else []
+        words += ["parameters gathered for every pass"] if self.gathers else []
         words += [f"less than {FREE_SHARE:.0%} of memory free".replace("%", " %")] * self.crowded
         return ", ".join(words)
 
 
 def simplicity_of(
     mesh: MeshShape,
+    zero: int,
     shard: int,
     stages_per_rank: int,
     recompute: str,
     schedule: str,
     is_crowded: bool = False,
 ) -> Simplicity:
-    """The simplicity of a plan with these choices. `shard` is the size of ZeRO's groups, 0 for all
-    ranks. `is_crowded` is `Simplicity.crowded`.
+    """The simplicity of a plan with these choices. `zero` is the stage of ZeRO and `shard` the size
+    of its groups, 0 for all ranks. `is_crowded` is `Simplicity.crowded`.
     """
     return Simplicity(
         axes=sum(mesh.size(axis) > 1 for axis in ("dp", "tp", "cp", "pp", "ep")) + (shard > 0),
         virtual=(stages_per_rank > 1) + (stages_per_rank > FEW_STAGES),
         mixed=recompute == "mixed",
         schedule=ESTABLISHED.index(schedule) if schedule in ESTABLISHED else len(ESTABLISHED),
+        gathers=zero == 3,
         crowded=is_crowded,
     )

@@ -40,6 +40,15 @@ def test_a_mixed_plan_says_which_layers_recompute_how():
     words = "mixed: layers 0-2, 11 full; layers 3, 10 selective"
     assert recompute_words(mixed) == words and words in explain(mixed)
     assert recompute_words(plan) == plan.recompute == "none"
+    head = replace(plan.blocks[2], segments=("norm",), recompute="full")
+    stages = tuple(tuple(f"layers.{k}" for k in layers) for layers in ((0, 1, 2, 3), (11, 10)))
+    staged = replace(
+        mixed, blocks=(*mixed.blocks[:-1], head), stages=(*stages, stages[1], (*stages[1], "norm"))
+    )
+    staged = replace(staged, mesh=replace(plan.mesh, pp=4))
+    assert recompute_words(staged) == (
+        "mixed: stage 0: 3 full, 1 selective; 1-2: 1 full, 1 selective; 3: 1 full, 1 selective, norm full"
+    )
 
 
 def test_a_high_chance_not_to_fit_comes_with_advice():

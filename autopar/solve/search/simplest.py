@@ -36,8 +36,8 @@ _KEPT = "the fastest with tensor parallelism inside nodes"
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Plans with one `simplicity` (`crowded` aside): a `part` of the candidates that are solved
-    together and shard alike, those at `place`. `bound_s` is a lower bound on all plans of these
-    candidates. `whole` has their plans in any recompute modes.
+    together and share out the same with ZeRO, those at `place`. `bound_s` is a lower bound on all
+    plans of these candidates. `whole` has their plans in any recompute modes.
     """
 
     simplicity: Simplicity
@@ -269,12 +269,15 @@ def _is_better(best: Restaged | None, found: SearchResult) -> bool:
 def _as_simple(
     groups: Sequence[Sequence[int]], candidates: Sequence[Candidate]
 ) -> Iterator[Sequence[int]]:
-    """The groups, parted by the size of ZeRO's groups, which counts in a plan's simplicity."""
+    """The groups, parted by what counts in a plan's simplicity: whether ZeRO gathers parameters, and
+    the size of its groups.
+    """
     for group in groups:
-        by_shard: dict[int, list[int]] = {}
+        sharing: dict[tuple[bool, int], list[int]] = {}
         for number in group:
-            by_shard.setdefault(candidates[number].shard, []).append(number)
-        yield from by_shard.values()
+            one = candidates[number]
+            sharing.setdefault((one.zero == 3, one.shard), []).append(number)
+        yield from sharing.values()
 
 
 def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[Offer]:
@@ -285,7 +288,9 @@ def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[
 
     def simplicity(mode: str, schedule: Schedule) -> Simplicity:
         name = schedule.name if schedule.ranks > 1 else "none"
-        return simplicity_of(first.mesh, first.shard, schedule.stages_per_rank, mode, name)
+        return simplicity_of(
+            first.mesh, first.zero, first.shard, schedule.stages_per_rank, mode, name
+        )
 
     kind = partial(simplicity, "none")
     for _, alike in groupby(sorted(whole.schedules, key=kind), key=kind):
@@ -300,13 +305,14 @@ def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[
 def _kind_of(candidate: Candidate) -> Hashable:
     """What decides the simplicities of the plans of a candidate."""
     schedules = candidate.schedules or ((candidate.schedule, candidate.stages_per_rank),)
-    return candidate.mesh, candidate.shard, schedules, candidate.modes
+    return candidate.mesh, candidate.zero == 3, candidate.shard, schedules, candidate.modes
 
 
 def candidate_simplicity(candidate: Candidate, is_crowded: bool = False) -> Simplicity:
     """The simplicity of a candidate with its choices."""
     return simplicity_of(
         candidate.mesh,
+        candidate.zero,
         candidate.shard,
         candidate.stages_per_rank,
         candidate.recompute,
