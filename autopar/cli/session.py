@@ -251,14 +251,18 @@ class Planner:
         """
         from autopar.report.command_line import command_line
         from autopar.report.explained import full_report
+        from autopar.text.plan_words import parsed_cluster
 
         self.tell("simulating the step" if is_drawn else "pricing other software")
         request = self._made_for(plan, pin, cluster)
         is_part = cluster is not None and cluster.name != self.cluster.name
         given = self.asked.cluster
-        on = given if isinstance(given, str) and not is_part else plan.cluster_name
-        options = self._options(plan, on)
-        words = ""
+        on, words = plan.cluster_name, ""
+        if isinstance(given, str) and not is_part:
+            on = given
+        elif parsed_cluster(plan) is None:
+            on = ""  # no text names it
+        options = self._options(plan, on) if on else None
         if options is not None:
             words = command_line(plan, self.asked.model, on, self.asked.seq, options)
         return full_report(

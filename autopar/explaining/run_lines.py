@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.plan import Plan
+from autopar.text.plan_words import parsed_cluster
 
 
 def is_prediction(plan: Plan) -> bool:
@@ -35,9 +36,13 @@ def run_lines(plan: Plan, command: str) -> str:
         parts[0] = f"# this plan again\n{command} \\\n    --save predicted.json"
         parts.append(f"# a plan to train with\n{command} --runnable \\\n    --save plan.json")
     if not plan.runnable or is_prediction(plan):
+        name, cluster = f'"{plan.cluster_name}"', ""
+        if parsed_cluster(plan) is None:
+            data = f"plan.made_for.cluster, {name}"
+            name, cluster = "cluster", f"cluster = autopar.ClusterSpec.from_data({data})\n"
         parts.append(
             "# in the training script, on every rank under torchrun\n"
-            'plan = autopar.Plan.load("plan.json")\n'
-            f'engine = autopar.parallelize(model, "{plan.cluster_name}", batch, plan=plan)'
+            f'plan = autopar.Plan.load("plan.json")\n{cluster}'
+            f"engine = autopar.parallelize(model, {name}, batch, plan=plan)"
         )
     return "\n\n".join(parts)

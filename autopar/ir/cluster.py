@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from numbers import Real
@@ -404,25 +405,17 @@ class ClusterSpec:
         return replace(self, headroom=headroom_of(headroom))
 
     def with_devices(self, devices: int) -> ClusterSpec:
-        """A cluster with `devices` devices of this kind: whole nodes, or a part of one node. It
-        gets a new name. If it has that many already, itself.
+        """A cluster with `devices` devices of this kind: whole nodes, or a part of one node. Its
+        name is that of the catalogue, as 'h100:2', if it is one of those. If it has that many
+        already, itself.
 
         Raises AutoparError if the number neither fills whole nodes nor divides one node.
         """
-        per_node, preset = self.topology.devices_per_node, NODES.get(self.name.partition(":")[0])
+        per_node = self.topology.devices_per_node
         if devices == self.num_devices:
             return self
         if devices >= 1 and devices % per_node == 0:
-            topology, name = (
-                replace(self.topology, nodes=devices // per_node),
-                f"{self.name} with {devices} devices",
-            )
-            if preset is not None and (preset.device, preset.topology(topology.nodes)) == (
-                self.device,
-                topology,
-            ):
-                name = f"{preset.name}:{topology.nodes}"
-            return replace(self, name=name, topology=topology)
+            return self._with(replace(self.topology, nodes=devices // per_node))
         if devices < 1 or per_node % devices:
             whole = max(round(devices / per_node), 1) * per_node
             raise AutoparError(
@@ -430,8 +423,23 @@ class ClusterSpec:
                 "do"
             )
         # nothing leaves the node
-        part = replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)
-        return replace(self, name=f"{self.name} with {devices} devices", topology=part)
+        return self._with(
+            replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)
+        )
+
+    def _with(self, topology: Topology) -> ClusterSpec:
+        """The same cluster with another topology, by its name in the catalogue if it has one."""
+        devices = topology.nodes * topology.devices_per_node
+        changed = replace(self, name=f"{self.name} with {devices} devices", topology=topology)
+        preset = self.name.partition(":")[0]
+        for name in (f"{preset}:{topology.nodes}", f"{self.device.name}:{devices}"):
+            with suppress(AutoparError):
+                known = ClusterSpec.parse(name)
+                if (known.name, known.num_devices) == (name, devices):
+                    named = replace(changed, name=name)
+                    if named.spec_hash() == known.spec_hash():
+                        return named
+        return changed
 
     def with_memory(self, memory_bytes: int) -> ClusterSpec:
         """The same cluster, under a new name, with `memory_bytes` of memory per device. Raises

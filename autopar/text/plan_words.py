@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import nan
 from typing import Any
 
@@ -128,14 +129,20 @@ def named_cluster(plan: Plan) -> Cluster | None:
     """The plan's cluster, as its file has it, or parsed from its name. None if neither gives a
     cluster with the plan's hash, as in files of earlier versions.
     """
-    makers: list[Callable[[], Cluster]] = [lambda: ClusterSpec.parse(plan.cluster_name)]
-    if plan.made_for.cluster:
-        makers.insert(0, lambda: ClusterSpec.from_data(plan.made_for.cluster, "the plan's cluster"))
-    for maker in makers:
-        try:
-            cluster = maker()
-        except AutoparError:
-            continue
+    with suppress(AutoparError):
+        if plan.made_for.cluster:
+            cluster = ClusterSpec.from_data(plan.made_for.cluster, "the plan's cluster")
+            if cluster.spec_hash() == plan.cluster_hash:
+                return cluster
+    return parsed_cluster(plan)
+
+
+def parsed_cluster(plan: Plan) -> Cluster | None:
+    """The plan's cluster, parsed from its name, as a command would. None if the name is not that of
+    a cluster with the plan's hash.
+    """
+    with suppress(AutoparError):
+        cluster = ClusterSpec.parse(plan.cluster_name)
         if cluster.spec_hash() == plan.cluster_hash:
             return cluster
     return None

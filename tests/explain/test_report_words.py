@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from autopar_cost_models.memory_error import HEADROOM, fit_chance
 from support.explain_tasks import task
 
+import autopar
 from autopar.explaining.certificate import proof_words
 from autopar.explaining.plan_report import explain, facts_data
-from autopar.ir.cluster import ClusterSpec
+from autopar.explaining.run_lines import run_lines
+from autopar.ir.cluster import ClusterSpec, plain_data
 from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.planning.remedies import Ask, Remedies
 from autopar.text.device_words import misfit_advice
@@ -116,3 +119,19 @@ def test_numbers_have_sensible_digits():
         "124.4 M",
         "512",
     ]
+
+
+@pytest.mark.parametrize("name", ["cpu:2", "mine"])
+def test_the_lines_that_run_a_plan_give_its_cluster(name, tmp_path, monkeypatch):
+    cluster = replace(ClusterSpec.parse("cpu:2"), name=name)
+    plan = replace(task().plan({"dp": 2}, cluster, 4), runnable="")
+    plan = replace(plan, made_for=replace(plan.made_for, cluster=plain_data(cluster)))
+    plan.save(tmp_path / "plan.json")
+    lines = run_lines(plan, "").partition("torchrun\n")[2]
+    given = []
+    monkeypatch.setattr(autopar, "parallelize", lambda model, cluster, *_, **__: given.append(cluster))  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {"autopar": autopar, "model": None, "batch": None})
+    known = ClusterSpec.parse(given[0]) if isinstance(given[0], str) else given[0]
+    assert known.spec_hash() == plan.cluster_hash
+    assert ('"cpu:2"' in lines) == (name == "cpu:2")

@@ -382,8 +382,12 @@ def test_other_numbers_of_devices_keep_the_node():
         and eight.with_devices(64) is eight
     )
     part = eight.with_devices(4)
+    assert part.name == "h100:4" and replace(eight, name="ours").with_devices(4).name == "h100:4"
+    intra = replace(eight.topology.intra, bandwidth_Bps=1e9)
+    slow = replace(eight, topology=replace(eight.topology, intra=intra))
+    assert slow.with_devices(4).name == "dgx-h100:8 with 4 devices"
     assert (part.num_devices, part.topology.nodes, part.device) == (4, 1, eight.device)
-    assert part.topology.intra == eight.topology.intra and "4 devices" in part.name
+    assert part.topology.intra == eight.topology.intra
     shared = ClusterSpec.parse("jeanzay-a100:2").with_devices(1)  # half a network interface
     assert shared.num_devices == 1
     two = ClusterSpec.parse("cpu:4").with_devices(8).topology

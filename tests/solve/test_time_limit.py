@@ -23,6 +23,7 @@ from autopar.models import parse_model
 from autopar.planning.searches import Searches
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
+from autopar.solve.search import branch_and_bound, steps
 from autopar.solve.search.restaging import Restager
 from autopar.solve.search.uniform_solver import UniformSolver
 
@@ -155,3 +156,21 @@ def test_searches_share_what_is_left():
     now[0] = 20.0
     with pytest.raises(NoPlanFits, match=r"took 9.0 s of it; a limit of 24 s"):
         searches.next_s()
+
+
+@pytest.mark.parametrize(("far", "first"), [(branch_and_bound._FAR, "tp=4"), (inf, "dp=4")])
+def test_what_a_slow_network_costs_once_a_step_is_known_before_a_plan_is_made(
+    monkeypatch, far, first
+):
+    solved, real = [], steps.solve
+
+    def solve(state, entry, solver):
+        solved.append(str(entry.candidate.mesh))
+        return real(state, entry, solver)
+
+    monkeypatch.setattr(branch_and_bound, "_FAR", far)
+    monkeypatch.setattr(steps, "solve", solve)
+    cluster = ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=1e9)
+    request = PlanRequest(cluster, 8, Pins(pp=1), "bf16", False, "m", tolerance=0.0)
+    plan = api.plan_traced(traced(), request, LIMIT_S, processes=1)
+    assert str(plan.mesh) == "tp=4" and solved[0] == first

@@ -86,6 +86,11 @@ _PATIENCE = 40
 says; at first, one half.
 """
 
+_FAR = 1.5
+"""A candidate is not solved out of turn if it is expected to take longer than another one by more
+than this factor. First bounds leave out what is paid once a step, which is much on slow networks.
+"""
+
 _BOUNDS_TO_RAISE = 3
 """Number of bounds raised before a candidate is solved: a sketch, the bound by totals, and the
 first family.
@@ -278,7 +283,7 @@ class UniformRefiner:
         """One step of entry `number`: raises its bound, solves it, or splits its families. With
         `at_once`, steps are repeated until it is solved or cannot be the best. The same holds for
         the first promising candidate of each mesh, and after many bounds were raised, since a plan
-        prunes others.
+        prunes others. In any case it stops once another candidate is far more promising.
         """
         entry, state = self.state.entries[number], self.state
         together = isinstance(entry.solver, UniformSolver)
@@ -292,6 +297,8 @@ class UniformRefiner:
         while entry.outcome == "open":
             self._step(entry, row_waits)
             if not at_once or entry.is_solved or entry.bound_s >= state.wanted_s:
+                return
+            if state.queue and entry.estimate_s > _FAR * state.queue[0][1]:
                 return
 
     def _step(self, entry: Entry, row_waits: bool) -> None:
