@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from math import ceil
 from typing import Any
 
@@ -249,8 +249,7 @@ def software_like(
 
     Raises AutoparError for an unknown framework, target or cluster.
     """
-    from autopar.request.framework_names import is_deepspeed
-    from autopar.request.frameworks import RECIPES, software_of
+    from autopar.request.frameworks import RECIPES, software_as_pinned
     from autopar.request.plan_request import choose_precision
     from autopar.targets.registry import target_of
 
@@ -265,13 +264,10 @@ def software_like(
     if precision in ("bf16", "fp16", "fp32"):
         facts["compute"] = precision
     generation = devices.groups[0].device.generation if devices else ""
-    if name is None:
-        base = target_of(target or "").software_for(generation, **facts)
-    else:
-        if facts.get("zero"):
-            sharded = "fsdp" if facts["zero"] == 3 else "dist_optimizer"
-            facts["sharding"] = "zero" if is_deepspeed(name) else sharded
-        base = software_of(name, generation=generation, **facts)
+    own = (
+        target_of(target or "").software_for if name is None else partial(software_as_pinned, name)
+    )
+    base = own(generation, **facts)
     return replace(base, **{k: v for k, v in parts.as_data().items() if k != "fitted"})
 
 

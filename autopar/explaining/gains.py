@@ -29,6 +29,8 @@ _CHANGES: tuple[tuple[str, Any, str], ...] = (
     ("matmul_dtype", "fp8", "linear layers in fp8, which change the numbers"),
 )
 """Fields of `Software`, other values of them, and what these are. What takes least effort comes first."""
+HOME, HOME_LEAST = "megatron-core", 0.03
+"""A framework whose software is tried as a whole, and the fraction of a step that it has to save."""
 _OPTIONS = {"compiled": "--compile", "matmul_dtype": "--fp8 delayed"}
 """The options of commands that predict with a change. Others are arguments of `Software`."""
 
@@ -46,6 +48,14 @@ class Gain:
     saved: float
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What the software of `HOME` makes of a plan: seconds of a step, and the fraction that is saved."""
+
+    step_time_s: float
+    saved: float
+
+
 def gain_words(n: Numbers, place: int) -> list[str | Number]:
     """The gain at index `place` as a sentence. `n` looks up the data of a report."""
     at = f"report.gains.{place}"
@@ -53,6 +63,16 @@ def gain_words(n: Numbers, place: int) -> list[str | Number]:
     return [
         f"{gain['change']}, with {gain['option']}: a step takes ",
         n.ms(f"{at}.step_time_s"), ", ", n.percent(f"{at}.saved"), " less",
+    ]  # fmt: skip
+
+
+def home_words(n: Numbers) -> list[str | Number]:
+    """What another framework's software makes of the plan, as a sentence; [] if nothing is known."""
+    if n.value("report").get("home") is None:
+        return []
+    return [
+        "Faster software: Megatron-Core's, as NVIDIA's recipes set it, takes ", n.ms("report.home.step_time_s"),
+        " for these choices, ", n.percent("report.home.saved"), f" less; --target megatron --software {HOME} plans for it.",
     ]  # fmt: skip
 
 
@@ -82,6 +102,38 @@ def gains(
         option = _OPTIONS.get(field, f"software=Software({field}={value!r}) in Python")
         found.append(Gain(field, change, option, after_s, 1 - after_s / before_s))
     return [gain for gain in found if gain.saved >= LEAST]
+
+
+def home(
+    plan: Plan,
+    traced: TracedModel,
+    request: PlanRequest,
+    step_s: float | None = None,
+    deadline: Deadline | None = None,
+) -> Home | None:
+    """What the software of `HOME` makes of a plan on GPUs, if it saves `HOME_LEAST` and the plan fits
+    then. None for what is no language model, on devices of several kinds, and without time. Arguments and errors are those of
+    `gains`.
+    """
+    from autopar.recheck.replay import replay
+    from autopar.request.frameworks import software_as_pinned
+
+    cluster, late = request.cluster, deadline is not None and deadline.is_over
+    if cluster.device_type != "cuda" or len(cluster.groups) > 1 or late:
+        return None
+    if plan.made_for.rows != "tokens":
+        return None
+    mesh, now = plan.mesh, request.software
+    before_s = step_s if step_s is not None else replay(plan, traced, request).replayed_s
+    other = software_as_pinned(
+        HOME, cluster.groups[0].device.generation, compute=plan.precision,
+        tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, zero=plan.zero, compiled=now.compiled,
+    )  # fmt: skip
+    other = replace(other, matmul_dtype=now.matmul_dtype, fp8_scaling=now.fp8_scaling)
+    after = replay(plan, traced, replace(request, software=other))
+    saved = 1 - after.replayed_s / before_s
+    fits = max(after.predicted_bytes) <= cluster.groups[0].room_bytes
+    return Home(after.replayed_s, saved) if fits and saved >= HOME_LEAST else None
 
 
 def _possible(request: PlanRequest) -> Iterator[tuple[str, Any, str]]:

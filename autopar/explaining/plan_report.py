@@ -20,7 +20,7 @@ from autopar.explaining.certificate import (
     not_proved_words,
     space_rows,
 )
-from autopar.explaining.gains import Gain, gain_words
+from autopar.explaining.gains import HOME, Gain, Home, gain_words, home_words
 from autopar.explaining.run_lines import run_lines, run_words
 from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
 from autopar.ir.cluster import Cluster
@@ -86,11 +86,14 @@ def facts_data(
     cluster: Cluster | None,
     findings: Sequence[Finding] = (),
     gains: Sequence[Gain] = (),
+    home: Home | None = None,
 ) -> dict[str, Any]:
     """The data of a report's text: those of the plan, `lints`, and in `report` what other software
     would save and what predictions rest on. A page adds to `report`.
     """
     found: dict[str, Any] = {"gains": [asdict(gain) for gain in gains]}
+    if home is not None:
+        found["home"] = asdict(home) | {"software": HOME}
     if cluster is not None:
         found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
     doubt = not_proved_words(plan)
@@ -123,6 +126,7 @@ def plan_table(
     layers: bool = True,
     verbose: bool = True,
     gains: Sequence[Gain] = (),
+    home: Home | None = None,
     command: str = "",
     says_first: bool = True,
 ) -> Group:
@@ -133,19 +137,21 @@ def plan_table(
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
     the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
     takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
-    with the search space and the assumptions. `gains` are what other software would save. `command`
-    makes the plan again.
+    with the search space and the assumptions. `gains` are what other software would save, and
+    `home` is that of another framework as a whole. `command` makes the plan again.
     """
     from rich.console import Group
     from rich.text import Text
 
     at = cluster or named_cluster(plan)
-    n = Numbers(facts_data(plan, at, findings, gains))
+    n = Numbers(facts_data(plan, at, findings, gains, home))
     first = (risk_words(plan, at), not_proved_words(plan)) if says_first else ()
     parts: list[Any] = [Text(words, style="yellow") for words in first if words]
     parts.append(Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold"))
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
-    parts += [_summary(plan, cluster, tokens), *([_ranks(plan, at)] if plan.devices else [])]
+    parts.append(_summary(plan, cluster, tokens))
+    parts += [Text(f"{plain(words)}\n")] if (words := home_words(n)) else []
+    parts += [*([_ranks(plan, at)] if plan.devices else [])]
     parts += [_time(plan), _memory(plan), *_proved(plan, at, n)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         shown = plan.blocks if layers else ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.explaining.collective_counts import block_collectives
-from autopar.explaining.gains import gains
+from autopar.explaining.gains import gains, home
 from autopar.explaining.lints import lint
 from autopar.explaining.plan_report import BlockCounts
 from autopar.ir.cluster import Cluster
@@ -105,6 +105,7 @@ def full_report(
     planned = as_planned(traced, plan)
     api.check_plan(plan, planned, request.cluster)
     timeline = simulated_step(plan, traced, request) if is_drawn else None
+    at = plan, traced, request, timeline.step_s if timeline else None, deadline
     return Report(
         plan,
         request.cluster,
@@ -113,7 +114,8 @@ def full_report(
         counts=counts if counts is not None else block_collectives(planned, plan),
         graph=block_graph(plan, traced, request) if is_drawn else None,
         command=command,
-        gains=gains(plan, traced, request, timeline.step_s if timeline else None, deadline),
+        home=home(*at),
+        gains=gains(*at),
     )
 
 

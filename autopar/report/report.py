@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.explaining.gains import Gain
+from autopar.explaining.gains import Gain, Home
 from autopar.explaining.lints import Finding
 from autopar.explaining.plan_report import BlockCounts, explain, facts_data
 from autopar.ir.cluster import Cluster
@@ -47,6 +47,7 @@ class Report:
         graph: the graph of its most frequent block, or None.
         command: the command line that makes such a plan, or ''.
         gains: what other software would save.
+        home: what the software of another framework would save, as a whole.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class Report:
     graph: BlockGraph | None = None
     command: str = ""
     gains: Sequence[Gain] = ()
+    home: Home | None = None
 
     def __str__(self) -> str:
         return explain(self.plan, self.counts, **self.said)
@@ -65,7 +67,7 @@ class Report:
     def said(self) -> dict[str, Any]:
         """What the text has besides the plan and its collectives, as arguments of `plan_table`."""
         said = {"cluster": self.cluster, "findings": self.findings, "gains": self.gains}
-        return said | {"command": self.command}
+        return said | {"home": self.home, "command": self.command}
 
     def __contains__(self, text: str) -> bool:
         return text in str(self)
@@ -78,7 +80,7 @@ class Report:
         """All numbers of the page: the plan as `--json` has it, with `lints`, and `report` for what
         the page derives.
         """
-        found = facts_data(self.plan, self.cluster, self.findings, self.gains)
+        found = facts_data(self.plan, self.cluster, self.findings, self.gains, self.home)
         return found | {"report": found["report"] | derived(self)}
 
     def sections(self, numbers: Numbers) -> list[Section]:

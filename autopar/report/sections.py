@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from autopar.explaining.assumptions import ASSUMPTION_COLUMNS, assumption_rows
 from autopar.explaining.certificate import advice_on_gap, not_proved_words, proof_words
-from autopar.explaining.gains import gain_words
+from autopar.explaining.gains import gain_words, home_words
 from autopar.explaining.plan_report import choice_rows
 from autopar.explaining.run_lines import run_lines, run_words
 from autopar.ir.mesh import mesh_words
@@ -76,6 +76,7 @@ def verdict(parts: PageParts) -> Section:
     items: list[Words] = [_bound_by(parts)]
     if n.value("report.gains"):
         items.append(["The cheapest gain, with all choices as they are: ", *gain_words(n, 0), "."])
+    items.append(home_words(n))
     if n.value("report").get("dollars") is not None:
         items.append([f"A million {plan.made_for.rows} cost $", n.count("report.dollars"), "."])
     if note := staleness(plan):

@@ -365,6 +365,14 @@ def fields_of(job: FrameworkJob) -> dict[str, Any]:
     return found
 
 
+def software_as_pinned(framework: str, generation: str, **facts: Any) -> Software:
+    """As `software_of`, with what a framework shards by ZeRO with, by its stage in `facts`."""
+    if zero := facts.get("zero"):
+        sharded = "fsdp" if zero == 3 else "dist_optimizer"
+        facts["sharding"] = "zero" if is_deepspeed(framework) else sharded
+    return software_of(framework, generation=generation, **facts)
+
+
 def software_of(framework: str, version: str = "", generation: str = "", **facts: Any) -> Software:
     """How a framework runs a job, as a `Software`.
 

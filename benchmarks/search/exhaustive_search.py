@@ -173,7 +173,7 @@ def _preferred(
     limit_s = (1 + TOLERANCE) * fitting.time_s
     assert solution.time_s <= limit_s * (1 + CLOSE), f"seed {seed}: {candidate} is too slow"
     assert capacity is None or solution.memory_bytes <= capacity, f"seed {seed}: does not fit"
-    own = simplicity_of(candidate.mesh, candidate.shard, candidate.stages_per_rank,
+    own = simplicity_of(candidate.mesh, candidate.zero, candidate.shard, candidate.stages_per_rank,
                         candidate.recompute, candidate.schedule)  # fmt: skip
     least = min(
         simplicity
@@ -195,7 +195,7 @@ def _by_simplicity(task: Task) -> Iterator[tuple[Simplicity, set[Point]]]:
         for (name, count), (mode, of) in product(c.schedules or (("none", 1),), kinds):
             schedules = ((name, count),) if c.schedules else ()
             found = points(of, schedules, c.stage_sizes)
-            yield simplicity_of(c.mesh, c.shard, count, mode, name), found
+            yield simplicity_of(c.mesh, c.zero, c.shard, count, mode, name), found
 
 
 def _fastest(found: set[Point], capacity: int | None) -> Point | None:

@@ -8,10 +8,12 @@ import pytest
 from support.explain_tasks import task
 
 from autopar import api
-from autopar.explaining.gains import LEAST, gains
+from autopar.cli.options import software_like
+from autopar.explaining.gains import HOME, HOME_LEAST, LEAST, gains, home
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
+from autopar.request.software import Software
 
 MODEL = "llama:layers=2,hidden=1024,heads=8,vocab=4096,seq=512"
 
@@ -56,3 +58,30 @@ def test_processors_have_no_such_software():
     traced = task(MODEL, "cpu:4", 32, 512).traced
     request = PlanRequest(ClusterSpec.parse("cpu:4"), 32, Pins.of({"dp": 4}), "fp32", False, MODEL)
     assert gains(api.plan_traced(traced, request), traced, request) == []
+
+
+def test_the_home_is_what_the_options_plan():
+    """The sentence names a time; the options that it names plan the same choices in that time."""
+    traced = task(MODEL, "h100:4", 32, 512).traced
+    cluster = ClusterSpec.parse("h100:4")
+    request = PlanRequest(cluster, 32, Pins.of({"dp": 4}), "bf16", False, MODEL)
+    plan = api.plan_traced(traced, request)
+    found = home(plan, traced, request)
+    assert found is not None and found.saved >= HOME_LEAST
+    pins = {
+        "dp": 4,
+        "zero": plan.zero,
+        "micro_batch": plan.micro_batch,
+        "recompute": plan.recompute,
+    }
+    software = software_like(HOME, Software(), "h100:4", pins, "bf16")
+    under = replace(request, pin=Pins.of(pins), software=software)
+    again_s = api.plan_traced(traced, under).predicted.step_time_s
+    assert again_s == pytest.approx(found.step_time_s, rel=0.02)
+    assert home(plan, traced, replace(request, software=software)) is None
+    tight = replace(cluster, device=replace(cluster.device, memory_bytes=2 << 30, reserved_bytes=0))
+    assert home(plan, traced, replace(request, cluster=tight)) is None
+    two = ClusterSpec.parse("h100:4+a100-80g:4")
+    assert home(plan, traced, replace(request, cluster=two)) is None
+    images = replace(plan, made_for=replace(plan.made_for, rows="images"))
+    assert home(images, traced, request) is None
