@@ -123,12 +123,9 @@ def home(
         return None
     if plan.made_for.rows != "tokens":
         return None
-    mesh, now = plan.mesh, request.software
+    now, generation = request.software, cluster.groups[0].device.generation
     before_s = step_s if step_s is not None else replay(plan, traced, request).replayed_s
-    other = software_as_pinned(
-        HOME, cluster.groups[0].device.generation, compute=plan.precision,
-        tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, zero=plan.zero, compiled=now.compiled,
-    )  # fmt: skip
+    other = software_as_pinned(HOME, generation, compute=plan.precision, compiled=now.compiled)
     other = replace(other, matmul_dtype=now.matmul_dtype, fp8_scaling=now.fp8_scaling)
     after = replay(plan, traced, replace(request, software=other))
     saved = 1 - after.replayed_s / before_s

@@ -366,7 +366,11 @@ def fields_of(job: FrameworkJob) -> dict[str, Any]:
 
 
 def software_as_pinned(framework: str, generation: str, **facts: Any) -> Software:
-    """As `software_of`, with what a framework shards by ZeRO with, by its stage in `facts`."""
+    """As `software_of`, with what a framework shards by ZeRO with, by its stage in `facts`. By
+    default, Megatron-LM and its kin shard optimizer states.
+    """
+    if is_megatron(framework) and not is_deepspeed(framework):
+        facts = {"zero": 1} | facts
     if zero := facts.get("zero"):
         sharded = "fsdp" if zero == 3 else "dist_optimizer"
         facts["sharding"] = "zero" if is_deepspeed(framework) else sharded

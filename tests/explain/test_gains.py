@@ -74,7 +74,7 @@ def test_the_home_is_what_the_options_plan():
         "micro_batch": plan.micro_batch,
         "recompute": plan.recompute,
     }
-    software = software_like(HOME, Software(), "h100:4", pins, "bf16")
+    software = software_like(HOME, Software(), "h100:4", {}, "bf16", "megatron")
     under = replace(request, pin=Pins.of(pins), software=software)
     again_s = api.plan_traced(traced, under).predicted.step_time_s
     assert again_s == pytest.approx(found.step_time_s, rel=0.02)
