@@ -387,10 +387,11 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
             f"splits a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices or pins"
         )
     if has_meshes and (pin.pp or 1) > 1:
+        runs = f"pinned stages run as {schedule_of(pin)} unless schedule is pinned too; "
         return (
             f"no pipeline of pp={pin.pp} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
             f"{pins}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
-            "stage at least one layer, and 1f1b a micro-batch for each rank; drop a pin"
+            f"stage at least one layer, and 1f1b a micro-batch for each rank; {runs * bool(pin.stages and not pin.schedule)}drop a pin"
         )
     return (
         f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "

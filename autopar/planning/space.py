@@ -28,11 +28,13 @@ from autopar.planning.model_facts import attention_heads, num_experts, shared_up
 from autopar.planning.pin_checks import (
     needs_pipeline,
     pipeline_ranks,
+    schedule_of,
     searches_split_backward,
 )
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MODES
+from autopar.solve.staging.interleaved import FEWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,12 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
     if request.pin.pp == 1:
         yield SpaceRule("schedule", "none", "there is no pipeline")
         return
+    if request.pin.stages is not None:
+        why = "with pinned stages, another must be pinned"
+        yield SpaceRule("schedule", schedule_of(request.pin), why)
+        yield SpaceRule("vpp", f"{request.pin.vpp or 1}", why)
+        yield SpaceRule("stages", request.pin.stages, "pinned")
+        return
     names: Sequence[str] = [
         name
         for name in SCHEDULES
@@ -193,7 +201,7 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
         names = [name for name in names if name in restriction.schedules]
         why = f"{restriction.name} has no others"
     several = [name for name in SCHEDULES if SCHEDULES[name].min_stages_per_rank > 1]
-    yield SpaceRule("schedule", _either(names) or "none", why)
+    yield SpaceRule("schedule", (_either(names) or "none") + _counts(names), why)
     if request.is_mixed:
         yield SpaceRule("vpp", "1", "on several kinds of devices a rank has one stage")
     else:
@@ -207,9 +215,18 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
     else:
         yield SpaceRule(
             "stages",
-            "any number of layers each if a rank has one; several are even but for the ends",
+            "any number of layers each if a rank has one; with several, the first and the last have up to "
+            f"{FEWER} layers fewer than others, which differ by one at most",
             "several stages of a rank are dealt in turns",
         )
+
+
+def _counts(names: Sequence[str]) -> str:
+    """The numbers m of micro-batches with which schedules run, as text; '' if they run with any."""
+    each = [name for name in names if SCHEDULES[name].fills_ranks]
+    rounds = [name for name in names if SCHEDULES[name].in_rounds]
+    words = f"; {_either(each)} with m >= pp micro-batches" if each else ""
+    return words + (f"; {_either(rounds)} with m that max(1, m // pp) divides" if rounds else "")
 
 
 def _rest(request: PlanRequest) -> Iterator[SpaceRule]:
@@ -219,7 +236,12 @@ def _rest(request: PlanRequest) -> Iterator[SpaceRule]:
             "recompute", _either(restriction.recompute), f"{restriction.name} has no others"
         )
     else:
-        yield SpaceRule("recompute", f"{_either(MODES)} for each block", "every-k must be pinned")
+        each, why = "for each block", "every-k must be pinned"
+        if request.pin.stages is not None:
+            each, why = "for all blocks", "with pinned stages a mix is not searched"
+        elif request.pin.pp != 1 and not request.is_mixed:
+            each += "; the stages of a rank, if several, have as many blocks in each mode, those that recompute most first"
+        yield SpaceRule("recompute", f"{_either(MODES)} {each}", why)
     yield SpaceRule("offload", "none", "it must be pinned; what does not fit is told of it")
     yield SpaceRule(
         "ops",

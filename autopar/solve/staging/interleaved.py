@@ -27,7 +27,7 @@ _MOST_SPREAD = 8
 because they recompute less in some stage.
 """
 
-_FEWER = 2
+FEWER = 2
 """The largest number of blocks by which the first and the last stage may be shorter."""
 
 
@@ -313,11 +313,11 @@ def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
 @lru_cache(maxsize=1024)
 def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     """The deals of `units` units to `count` stages: for each, the number of units of each stage.
-    Sizes differ by at most one, except that the first and the last may be up to `_FEWER` shorter.
+    Sizes differ by at most one, except that the first and the last may be up to `FEWER` shorter.
     Empty if there are too few units.
     """
     found: dict[tuple[int, ...], None] = {}
-    for fewer in product(range(_FEWER + 1), repeat=2):
+    for fewer in product(range(FEWER + 1), repeat=2):
         each, more = divmod(units + sum(fewer), count)
         # stages that get one more: the ends last
         order = sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage))
