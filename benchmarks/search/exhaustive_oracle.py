@@ -20,7 +20,7 @@ stages of a rank run the same number of layers in each mode, the first recomputi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise, product
@@ -75,21 +75,26 @@ def points(
     models: Mapping[str, AnnotatedModel],
     schedules: Sequence[tuple[str, int]],
     sizes: Sequence[int] = (),
+    free: bool = False,
+    placed_by: Callable[[Mapping[str, AnnotatedModel]], Iterator[Placed]] | None = None,
 ) -> set[Point]:
     """(seconds, bytes) of every plan of one candidate, without duplicates.
 
     `models` has the priced model for each recompute mode, the mode that keeps most first.
     `schedules` has (name, stages a rank) of the pipeline schedules; unused without a pipeline.
-    `sizes` has the layers of each stage if they are fixed.
+    `sizes` has the layers of each stage if they are fixed. `free`: several stages of a rank may
+    recompute differently. `placed_by` lists combinations of strategies, by default `placements`.
     """
     found: set[Point] = set()
-    for placed in placements(models):
+    for placed in (placed_by or placements)(models):
         if placed.base.pipeline is None:
             found |= set(placed.whole())
         else:
             for name, count in schedules:
                 found |= set(
-                    placed.piped(name, sizes) if count == 1 else placed.dealt(name, count, sizes)
+                    placed.piped(name, sizes)
+                    if count == 1
+                    else placed.dealt(name, count, sizes, free)
                 )
     return found
 
@@ -102,7 +107,7 @@ def placements(models: Mapping[str, AnnotatedModel]) -> Iterator[Placed]:
     ways = [
         list(product(*(range(len(op.strategies)) for op in block.ops))) for block in base.classes
     ]
-    whole = [[(number, of) for of in each if _conversions(block, _chosen(block, of)) is not None]
+    whole = [[(number, of) for of in each if conversions_of(block, chosen_of(block, of)) is not None]
              for number, (block, each) in enumerate(zip(base.classes, ways, strict=True))]  # fmt: skip
     for combination in product(*whole):
         placed = Placed(models, [of for _, of in combination])
@@ -117,12 +122,15 @@ class Placed:
     """
 
     def __init__(
-        self, models: Mapping[str, AnnotatedModel], numbers: Sequence[Sequence[int]]
+        self,
+        models: Mapping[str, AnnotatedModel],
+        numbers: Sequence[Sequence[int]],
+        of_class: Mapping[tuple[str, int], Cost] | None = None,
     ) -> None:
         self.models, self.base = models, next(iter(models.values()))
         self.modes = tuple(models)
         self.chosen = {
-            (mode, index): _chosen(block, numbers[index])
+            (mode, index): chosen_of(block, numbers[index])
             for mode, model in models.items()
             for index, block in enumerate(model.classes)
         }
@@ -131,8 +139,8 @@ class Placed:
         ]
         self.fits_together = self._agrees()
         if self.fits_together:
-            self.of_class = {
-                (mode, index): self._class_cost(mode, index) for mode, index in self.chosen
+            self.of_class = of_class or {
+                (mode, index): self.class_cost(mode, index) for mode, index in self.chosen
             }
             self.arriving = [self._arriving(number) for number in range(len(self.base.segments))]
             self.static = [
@@ -170,10 +178,10 @@ class Placed:
                 self.chosen[mode, edge.target][read.inputs[edge.target_input]].outputs[0],
             )
 
-    def _class_cost(self, mode: str, index: int) -> Cost:
+    def class_cost(self, mode: str, index: int) -> Cost:
         model = self.models[mode]
         block, chosen = model.classes[index], self.chosen[mode, index]
-        paid = [*chosen.values(), *_conversions(block, chosen)]
+        paid = [*chosen.values(), *conversions_of(block, chosen)]
         inputs = (
             sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs)
             if block.recompute
@@ -182,7 +190,7 @@ class Placed:
         buffers = model.fixed_bytes - self.base.fixed_bytes
         again, late = (
             _saved(chosen, block.inputs) if block.recompute else 0,
-            max(self._late(mode, index), 0),
+            max(self.late(mode, index), 0),
         )
         return Cost(
             sum(one.forward_s for one in paid), sum(one.backward_s for one in paid), sum(s.backward_weight_s for s in chosen.values()),
@@ -190,7 +198,7 @@ class Placed:
             block.workspace_bytes + buffers + again, late, min(again, late),
         )  # fmt: skip
 
-    def _late(self, mode: str, index: int) -> int:
+    def late(self, mode: str, index: int) -> int:
         """Bytes that wait between the two parts of a split backward (tensors that ops with a
         parameter keep, and the gradients that reach them), less the bytes kept. May be negative.
         """
@@ -267,7 +275,7 @@ class Placed:
         if self.base.segments[last] != self.base.last or last not in segments:
             return 0
         return (
-            max(-self._late(self.modes[0], self.base.last), 0)
+            max(-self.late(self.modes[0], self.base.last), 0)
             if parted
             else self.cost(last, self.modes[0]).kept
         )
@@ -339,10 +347,12 @@ class Placed:
                     max(size for _, size in plan),
                 )
 
-    def dealt(self, schedule: str, count: int, sizes: Sequence[int] = ()) -> Iterator[Point]:
+    def dealt(
+        self, schedule: str, count: int, sizes: Sequence[int] = (), free: bool = False
+    ) -> Iterator[Point]:
         """Yields (seconds, bytes on the fullest rank) of every plan with `count` stages a rank.
         Every division of layers (`deals`) is tried, or only that with `sizes`, and for every rank
-        every number of layers in each mode.
+        every number of layers in each mode. `free`: every mode of every layer instead.
         """
         ranks = self.base.pipeline.ranks
         for deal in [sizes] if sizes else deals(len(self.layers), ranks * count):
@@ -354,7 +364,7 @@ class Placed:
             )
             parted = [schedule == "zero_bubble" and n > 0 for n in range(len(stages))]
             ways = [
-                self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine])
+                self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine], free)
                 for mine in of_rank
             ]
             held, turns = (
@@ -381,12 +391,14 @@ class Placed:
                 yield Point(self.step(costs, schedule, ranks, sent) + once_s, size)
 
     def _rank_ways(
-        self, stages: Sequence[Sequence[int]], parted: Sequence[bool]
+        self, stages: Sequence[Sequence[int]], parted: Sequence[bool], free: bool
     ) -> list[tuple[Cost, ...]]:
         """Every choice of modes for a rank, as a tuple with the cost of each of its stages. All
-        stages have the same numbers of layers in each mode. `parted`: by stage, whether its
-        backward runs in two parts.
+        stages have the same numbers of layers in each mode unless they are `free`. `parted`: by
+        stage, whether its backward runs in two parts.
         """
+        if free:
+            return list(product(*map(self.ways, stages, parted)))
         mine = [[n for n in stage if n in self.layers] for stage in stages]
         longest, found = max(map(len, mine)), {}
         freed = [self._freed(stage, two) for stage, two in zip(stages, parted, strict=True)]
@@ -584,11 +596,11 @@ def above_hull(point: Point, found: set[Point]) -> bool:
     return False
 
 
-def _chosen(block: AnnotatedBlock, numbers: Sequence[int]) -> dict[str, Strategy]:
+def chosen_of(block: AnnotatedBlock, numbers: Sequence[int]) -> dict[str, Strategy]:
     return {op.name: op.strategies[number] for op, number in zip(block.ops, numbers, strict=True)}
 
 
-def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | None:
+def conversions_of(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | None:
     """The conversions of layouts inside a class: each value once for each layout that is read and
     not made. None if one is impossible.
     """

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import product
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +15,7 @@ from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoLayout
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.mesh import AXES
+from autopar.ir.mesh import MeshShape
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.planning.candidates import PP_INSIDE_DP, layouts_within
@@ -27,78 +25,17 @@ from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.targets.model_shape import shape_of
 from autopar.targets.registry import restriction_of
+from benchmarks.search.printed_space import divisors, layouts
 
-Key = tuple[int, int, int, int, int, str, int, int, int]
-"""pp, tp, cp, dp, ep, order, micro-batch, ZeRO stage, ranks that share (0: all)."""
-
-
-def divisors(number: int) -> list[int]:
-    return [count for count in range(1, number + 1) if number % count == 0]
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+Key = tuple[MeshShape, int, int, int]
+"""The mesh, micro-batch, ZeRO stage and ranks that share (0: all)."""
 
 
 def listed(rules: Mapping[str, str]) -> Iterator[Key]:
-    """Every candidate that rules in words allow, by choice. It reads the words, and calls nothing of autopar."""
-    devices, per_node = map(
-        int, re.fullmatch(r"(\d+) \S+ in nodes of (\d+)", rules["devices"]).groups()
-    )
-    (batch,) = numbers(rules["batch"])
-    (layers,), heads, (positions,), experts = (
-        numbers(text)
-        for text in re.fullmatch(
-            r"(.*) layers, attention heads (.*), (.*) positions, experts (.*)", rules["model"]
-        ).groups()
-    )
-    for pp, tp, cp in product(divisors(devices), repeat=3):
-        dp = devices // (pp * tp * cp)
-        kept = (
-            dp * pp * tp * cp == devices,
-            dp and batch % dp == 0,
-            allows(rules["pp"], pp, r"divisors of the devices up to (\d+)", lambda pp, most: pp <= min(most, layers)),
-            allows(rules["tp"], tp, r"divisors of devices / pp up to (\d+) that divide the attention heads",
-                   lambda tp, most: tp <= most and all(count % tp == 0 for count in heads)),
-            allows(rules["cp"], cp, r"1, and divisors of devices / \(pp x tp\) of which twice divides the positions, with at least "
-                   r"(\d+) positions a rank or (\d+) in all",
-                   lambda cp, share, long: cp == 1 or (positions % (2 * cp) == 0 and (positions >= long or positions >= share * cp))),
-            allows(rules["dp"], dp, "what is left, if it divides the batch", bool),
-        )  # fmt: skip
-        if not all(kept):
-            continue
-        for ep, micro in product(divisors(dp), divisors(batch // dp)):
-            kept = (
-                ep == 1 or (experts and ep <= experts[0]),
-                allows(rules["ep"], ep, "divisors of dp that divide the experts", lambda ep: ep == 1 or (experts and experts[0] % ep == 0)),
-                allows(rules["micro_batch"], micro, "divisors of batch / dp", bool),
-            )  # fmt: skip
-            # of cp, ep and dp, which are around tp
-            near = per_node // tp if per_node % tp == 0 else 0
-            for zero in zeros(rules["zero"], pp, dp * cp) if all(kept) else ():
-                for shard in shards(rules["shard"], zero, pp, near, dp * cp, ep * cp):
-                    yield pp, tp, cp, dp, ep, rules["order"], micro, zero, shard
-
-
-def allows(rule: str, value: int, words: str, keeps: Callable[..., object]) -> object:
-    """Whether a rule allows a value: the pinned one, or one that `keeps` the numbers of the rule's words."""
-    if rule.isdigit():
-        return value == int(rule)
-    return keeps(value, *map(int, re.fullmatch(words, rule).groups()))
-
-
-def zeros(rule: str, pp: int, ranks: int) -> list[int]:
-    if rule.isdigit():
-        return [int(rule)] if ranks > 1 or rule == "0" else []
-    found = re.fullmatch(r"([\d, ]+), not 2 with a pipeline, and 0 alone where dp x cp is 1", rule)
-    return [0] if ranks == 1 else [zero for zero in numbers(found[1]) if pp == 1 or zero != 2]
-
-
-def shards(rule: str, zero: int, pp: int, near: int, ranks: int, together: int) -> list[int]:
-    also = "under ZeRO 3 without a pipeline also those within a node, if there are more nodes"
-    assert rule == f"all ranks of dp x cp; {also}"
-    fits = 1 < near < ranks and ranks % near == 0 and near % together == 0
-    return [0, near] if zero == 3 and pp == 1 and fits else [0]
+    """Every candidate that the words of rules allow, by choice."""
+    for one in layouts(rules):
+        mesh = MeshShape(one.pp, one.dp, one.cp, one.tp, one.ep, one.order)
+        yield mesh, one.micro_batch, one.zero, one.shard
 
 
 @cache
@@ -130,16 +67,8 @@ def test_another_program_lists_the_same_candidates_from_the_words(name, cluster,
     except NoLayout:
         found = []
     rules = {rule.choice: rule.values for rule in space_rules(request, model)}
-    keys = {
-        (m.pp, m.tp, m.cp, m.dp, m.ep, m.order or "-".join(AXES), one.micro_batch, one.zero, one.shard)
-        for one in found
-        for m in (one.mesh,)
-    }  # fmt: skip
-    if "pp" in pin:  # which of the two orders a mesh has is about nodes
-        assert {(*key[:5], *key[6:]) for key in keys} == {(*k[:5], *k[6:]) for k in listed(rules)}
-        assert {key[5].removesuffix("-tp") for key in keys} <= {"pp-dp-ep-cp", "dp-pp"}
-    else:
-        assert keys == set(listed(rules))
+    keys = [(one.mesh, one.micro_batch, one.zero, one.shard) for one in found]
+    assert set(keys) == set(listed(rules)) and len(keys) == len(set(keys))
 
 
 def test_what_a_rule_leaves_out_is_not_listed_and_can_be_pinned():
