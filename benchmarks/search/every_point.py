@@ -216,7 +216,7 @@ KINDS = {
     "task": "tasks",
     "none": "of which nothing fits, or pins are refused, as it says",
     "optimal": "plans proved optimal",
-    "open": "not proved in time",
+    "open": "not proved",
     "equal": "plans with the seconds of the best point",
     "memory": "bound by memory: the fastest point does not fit",
     "whole": "with a micro-batch of the whole batch in the space",
