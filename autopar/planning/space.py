@@ -31,7 +31,7 @@ from autopar.planning.pin_checks import (
     schedule_of,
     searches_split_backward,
 )
-from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
+from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MODES
 from autopar.solve.staging.interleaved import FEWER
@@ -60,11 +60,17 @@ def space_rules(request: PlanRequest, traced: TracedModel) -> tuple[SpaceRule, .
         *_pipeline(request, traced),
         *_rest(request),
     )
-    pin = request.pin
     return tuple(
-        SpaceRule(rule.choice, str(pin[rule.choice]), "pinned") if rule.choice in pin else rule
+        SpaceRule(rule.choice, _pinned(rule.choice, request.pin), "pinned")
+        if rule.choice in request.pin
+        else rule
         for rule in rules
     )
+
+
+def _pinned(choice: str, pin: Pins) -> str:
+    """The value of a pinned choice. A schedule comes with the micro-batches that it needs."""
+    return f"{pin[choice]}{_counts([pin[choice]]) if choice == 'schedule' else ''}"
 
 
 def _facts(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
@@ -188,7 +194,8 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
         return
     if request.pin.stages is not None:
         why = "with pinned stages, another must be pinned"
-        yield SpaceRule("schedule", schedule_of(request.pin), why)
+        name = schedule_of(request.pin)
+        yield SpaceRule("schedule", name + _counts([name]), why)
         yield SpaceRule("vpp", f"{request.pin.vpp or 1}", why)
         yield SpaceRule("stages", request.pin.stages, "pinned")
         return
@@ -223,8 +230,9 @@ def _pipeline(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
 
 def _counts(names: Sequence[str]) -> str:
     """The numbers m of micro-batches with which schedules run, as text; '' if they run with any."""
-    each = [name for name in names if SCHEDULES[name].fills_ranks]
-    rounds = [name for name in names if SCHEDULES[name].in_rounds]
+    kinds = {name: SCHEDULES[name] for name in names if name in SCHEDULES}  # 'none' is no kind
+    each = [name for name, kind in kinds.items() if kind.fills_ranks]
+    rounds = [name for name, kind in kinds.items() if kind.in_rounds]
     words = f"; {_either(each)} with m >= pp micro-batches" if each else ""
     return words + (f"; {_either(rounds)} with m that max(1, m // pp) divides" if rounds else "")
 

@@ -65,7 +65,8 @@ class Trial:
     def run(self, draw: random.Random, time_limit_s: float) -> None:
         """Prices every point, plans within a memory drawn from them, and compares."""
         self.words = words_of(self.request, self.traced)
-        self._price(free=True)
+        annotator = annotator_of(self.traced)
+        self.found = {one: points_of(self.request, annotator, one) for one in layouts(self.words)}
         spec = self.request.cluster.one_kind
         capacity = _capacity(draw, set().union(*self.found.values()), spec.room_bytes)
         device = replace(spec.device, memory_bytes=capacity)
@@ -75,12 +76,6 @@ class Trial:
         except AutoparError as error:
             self.answer = error
         self._compare(capacity)
-        if self.refuted:
-            again = replace(self, refuted=[], kinds=set())
-            again._price(free=False)
-            again._compare(capacity)
-            self.kinds |= {"searched" if again.refuted else "printed"}
-            self.refuted += (f"as searched: {words}" for words in again.refuted)
 
     def __str__(self) -> str:
         ask = self.request
@@ -91,11 +86,6 @@ class Trial:
             f"recipe {software}, pins {pin_text(ask.pin) or 'none'}: {len(self.found)} layouts, "
             f"{sum(map(len, self.found.values()))} points, {' '.join(sorted(self.kinds))}"
         )
-
-    def _price(self, free: bool) -> None:
-        annotator = annotator_of(self.traced)
-        priced = {one: points_of(self.request, annotator, one, free) for one in layouts(self.words)}
-        self.found = {one: of for one, of in priced.items() if of or free}
 
     def _compare(self, capacity: int) -> None:
         fitting = {one: best(of, capacity) for one, of in self.found.items()}
@@ -159,26 +149,21 @@ class Trial:
             self.refuted.append(f"price: no point of {own} takes {taken_s} s and {held} bytes")
 
 
-def points_of(request: PlanRequest, annotator: Annotator, one: Layout, free: bool) -> set[Point]:
-    """(seconds, bytes) of every point of a layout. `free`: each block recomputes as it likes, and
-    every schedule is there, as the words say. Else stages of a rank recompute alike, and pinned
-    stages run 1F1B in one mode.
-    """
+def points_of(request: PlanRequest, annotator: Annotator, one: Layout) -> set[Point]:
+    """(seconds, bytes) of every point of a layout."""
     rows = request.global_batch // one.dp
     mesh = MeshShape(one.pp, one.dp, one.cp, one.tp, one.ep, one.order)
     base = Candidate(mesh, one.micro_batch, rows // one.micro_batch, one.zero, "none", shard=one.shard,
                      offload=one.offload, stage_sizes=one.sizes)  # fmt: skip
-    found, fixed = set[Point](), bool(one.sizes) and not free
+    found = set[Point]()
     for name, count in one.schedules or (("none", 1),):
-        if fixed and request.pin.schedule is None and name != "1f1b":
-            continue
         models = dict[str, AnnotatedModel]()
         for mode in one.modes:
             candidate = replace(base, recompute=mode, schedule=name, stages_per_rank=count)
             model = annotator.annotate(setting_of(candidate, request))
             models |= {} if model in models.values() else {mode: model}
-        for some in [{mode: model} for mode, model in models.items()] if fixed else [models]:
-            found |= points(some, ((name, count),), one.sizes, free, lean_placements)
+        for some in [models] if one.mixed else [{mode: model} for mode, model in models.items()]:
+            found |= points(some, ((name, count),), one.sizes, lean_placements)
     return found
 
 
@@ -227,8 +212,6 @@ KINDS = {
     "axes": "of which it has tp, cp or ep",
     "offload": "of which it offloads",
     "pins": "with pins",
-    "printed": "refuted by a point of the words that is not searched",
-    "searched": "refuted by a point that is searched",
 }  # fmt: skip
 
 

@@ -75,15 +75,14 @@ def points(
     models: Mapping[str, AnnotatedModel],
     schedules: Sequence[tuple[str, int]],
     sizes: Sequence[int] = (),
-    free: bool = False,
     placed_by: Callable[[Mapping[str, AnnotatedModel]], Iterator[Placed]] | None = None,
 ) -> set[Point]:
     """(seconds, bytes) of every plan of one candidate, without duplicates.
 
     `models` has the priced model for each recompute mode, the mode that keeps most first.
     `schedules` has (name, stages a rank) of the pipeline schedules; unused without a pipeline.
-    `sizes` has the layers of each stage if they are fixed. `free`: several stages of a rank may
-    recompute differently. `placed_by` lists combinations of strategies, by default `placements`.
+    `sizes` has the layers of each stage if they are fixed. `placed_by`
+    lists combinations of strategies, by default `placements`.
     """
     found: set[Point] = set()
     for placed in (placed_by or placements)(models):
@@ -92,9 +91,7 @@ def points(
         else:
             for name, count in schedules:
                 found |= set(
-                    placed.piped(name, sizes)
-                    if count == 1
-                    else placed.dealt(name, count, sizes, free)
+                    placed.piped(name, sizes) if count == 1 else placed.dealt(name, count, sizes)
                 )
     return found
 
@@ -347,12 +344,10 @@ class Placed:
                     max(size for _, size in plan),
                 )
 
-    def dealt(
-        self, schedule: str, count: int, sizes: Sequence[int] = (), free: bool = False
-    ) -> Iterator[Point]:
+    def dealt(self, schedule: str, count: int, sizes: Sequence[int] = ()) -> Iterator[Point]:
         """Yields (seconds, bytes on the fullest rank) of every plan with `count` stages a rank.
         Every division of layers (`deals`) is tried, or only that with `sizes`, and for every rank
-        every number of layers in each mode. `free`: every mode of every layer instead.
+        every number of layers in each mode.
         """
         ranks = self.base.pipeline.ranks
         for deal in [sizes] if sizes else deals(len(self.layers), ranks * count):
@@ -364,7 +359,7 @@ class Placed:
             )
             parted = [schedule == "zero_bubble" and n > 0 for n in range(len(stages))]
             ways = [
-                self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine], free)
+                self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine])
                 for mine in of_rank
             ]
             held, turns = (
@@ -391,14 +386,11 @@ class Placed:
                 yield Point(self.step(costs, schedule, ranks, sent) + once_s, size)
 
     def _rank_ways(
-        self, stages: Sequence[Sequence[int]], parted: Sequence[bool], free: bool
+        self, stages: Sequence[Sequence[int]], parted: Sequence[bool]
     ) -> list[tuple[Cost, ...]]:
         """Every choice of modes for a rank, as a tuple with the cost of each of its stages. All
-        stages have the same numbers of layers in each mode unless they are `free`. `parted`: by
-        stage, whether its backward runs in two parts.
+        stages have the same numbers of layers in each mode. `parted`: by stage, whether its backward runs in two parts.
         """
-        if free:
-            return list(product(*map(self.ways, stages, parted)))
         mine = [[n for n in stage if n in self.layers] for stage in stages]
         longest, found = max(map(len, mine)), {}
         freed = [self._freed(stage, two) for stage, two in zip(stages, parted, strict=True)]

@@ -1,7 +1,8 @@
 """The layouts of a search space, listed from the words that `explain --space` prints.
 
 It reads the rules of a certificate and calls nothing of `autopar`. Words that it does not know
-raise ValueError. The words name schedules as those that torch runs: `check_schedule` says which.
+raise ValueError. How many stages a rank has under a schedule whose number of them is pinned is
+that of `check_schedule`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from autopar_cost_models import check_schedule
 
 _HYBRID = "all ranks of dp x cp; under ZeRO 3 without a pipeline also those within a node, if there are more nodes"
 _SEVERAL = r"1; under (.*) 2 to (\d+), with pp x vpp up to the layers"
-_CUTS = "any number of layers each if a rank has one; several are even but for the ends"
+_CUTS = (
+    "any number of layers each if a rank has one; with several, the first and the last have up to 2 layers fewer than "
+    "others, which differ by one at most"
+)
+_ALIKE = "the stages of a rank, if several, have as many blocks in each mode, those that recompute most first"
 _LONG = (
     r"1, and divisors of devices / \(pp x tp\) of which twice divides the positions, with at least "
     r"(\d+) positions a rank or (\d+) in all"
@@ -26,7 +31,7 @@ _LONG = (
 class Layout:
     """A layout of a printed space. `shard` is 0 if all data-parallel ranks share. `schedules` has
     (name, stages a rank), `sizes` the layers of each stage if they are pinned, and `modes` the
-    recompute modes that each block may have.
+    recompute modes, of which each block has one, or all have one unless they are `mixed`.
     """
 
     pp: int
@@ -41,6 +46,7 @@ class Layout:
     schedules: tuple[tuple[str, int], ...] = ()
     sizes: tuple[int, ...] = ()
     modes: tuple[str, ...] = ()
+    mixed: bool = False
     offload: str = "none"
 
 
@@ -92,7 +98,7 @@ def layouts(rules: Mapping[str, str]) -> Iterator[Layout]:
             for zero in _zeros(rules["zero"], pp, dp * cp):
                 for shard in _shards(rules["shard"], zero, pp, near, dp * cp, ep * cp):
                     yield Layout(pp, tp, cp, dp, ep, order, micro, zero, shard, schedules, _sizes(rules, pp),
-                                 _modes(rules["recompute"]), rules["offload"])  # fmt: skip
+                                 *_modes(rules["recompute"]), rules["offload"])  # fmt: skip
 
 
 def _numbers(pattern: str, text: str) -> list[int]:
@@ -154,22 +160,36 @@ def _shards(rule: str, zero: int, pp: int, near: int, ranks: int, together: int)
 def _schedules(
     rules: Mapping[str, str], pp: int, layers: int, micro_batches: int
 ) -> Iterator[tuple[str, int]]:
-    """(name, stages a rank) of each printed schedule that torch runs, by `check_schedule`."""
+    """(name, stages a rank) of each printed schedule that runs so many micro-batches."""
     rule = rules.get("vpp", "1")
     several = re.fullmatch(_SEVERAL, rule)
-    for name in rules["schedule"].split(", ") if pp > 1 else ():
+    names, *needs = rules["schedule"].split("; ")
+    for name in names.split(", ") if pp > 1 else ():
+        if not all(_runs(need, name, pp, micro_batches) for need in needs):
+            continue
         counts = [1] if several else numbers(rule)
         if several and name in several[1].split(", "):
-            counts = list(range(1, int(several[2]) + 1))
+            counts = list(range(2, int(several[2]) + 1))
         for count in counts:
             try:
-                check_schedule(name, pp, count, micro_batches)
+                check_schedule(name, pp, count, pp)
             except ValueError:
                 continue
             if pp * count == len(_sizes(rules, pp)) or (
                 not _sizes(rules, pp) and pp * count <= layers
             ):
                 yield name, count
+
+
+def _runs(need: str, name: str, pp: int, micro_batches: int) -> bool:
+    """Whether a schedule runs with so many micro-batches, by the words on some schedules."""
+    for words, holds in (
+        (" with m >= pp micro-batches", micro_batches >= pp),
+        (" with m that max(1, m // pp) divides", micro_batches % max(1, micro_batches // pp) == 0),
+    ):
+        if need.endswith(words):
+            return holds or name not in need.removesuffix(words).split(", ")
+    raise ValueError(f"unknown words: {need!r}")
 
 
 def _sizes(rules: Mapping[str, str], pp: int) -> tuple[int, ...]:
@@ -181,5 +201,9 @@ def _sizes(rules: Mapping[str, str], pp: int) -> tuple[int, ...]:
     return tuple(numbers(rule))
 
 
-def _modes(rule: str) -> tuple[str, ...]:
-    return tuple(rule.removesuffix(" for each block").split(", "))
+def _modes(rule: str) -> tuple[tuple[str, ...], bool]:
+    """(recompute modes, whether blocks may have different ones)."""
+    names, _, whose = rule.partition(" for ")
+    if whose not in ("", "all blocks", "each block", f"each block; {_ALIKE}"):
+        raise ValueError(f"unknown words: {whose!r}")
+    return tuple(names.split(", ")), whose.startswith("each block")

@@ -11,7 +11,6 @@ from autopar.errors import NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.costs.candidate import MIXED
 from benchmarks.search.every_point import Trial
 from benchmarks.search.exhaustive_oracle import front, placements, points
 from benchmarks.search.lean_placements import lean_placements
@@ -65,9 +64,11 @@ def test_tasks_repeat_with_their_seed_and_some_have_pins():
 
 def test_words_of_another_kind_are_refused():
     words = words_of(trial_of("linear:2", 2, 4).request, traced_of("linear:2"))
-    for choice in ("devices", "tp", "zero", "shard", "stages"):
+    for choice in ("devices", "tp", "zero", "shard", "stages", "recompute"):
         with pytest.raises(ValueError, match="unknown words"):
-            list(layouts({**words, choice: "some"}))
+            list(layouts({**words, choice: "some for none"}))
+    with pytest.raises(ValueError, match="unknown words: 'gpipe on Mondays'"):
+        list(layouts({**words, "schedule": f"{words['schedule']}; gpipe on Mondays"}))
 
 
 def test_dominated_choices_leave_the_front_as_it_is():
@@ -87,20 +88,3 @@ def test_dominated_choices_leave_the_front_as_it_is():
                 )
                 assert len({tuple(front(found)) for found in both}) == 1, seed
     assert compared >= 5
-
-
-def test_blocks_of_several_stages_of_a_rank_recompute_freely():
-    more = 0
-    for task in map(Task, range(40)):
-        for candidate in task.candidates:
-            if any(count > 1 for _, count in candidate.schedules) and candidate.recompute == MIXED:
-                models = {
-                    mode: task.annotate(replace(candidate, recompute=mode))
-                    for mode in candidate.modes
-                }
-                alike, free = (
-                    points(models, candidate.schedules, free=free) for free in (False, True)
-                )
-                assert alike <= free
-                more += alike != free
-    assert more
