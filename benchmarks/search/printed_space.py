@@ -160,7 +160,7 @@ def _shards(rule: str, zero: int, pp: int, near: int, ranks: int, together: int)
 def _schedules(
     rules: Mapping[str, str], pp: int, layers: int, micro_batches: int
 ) -> Iterator[tuple[str, int]]:
-    """(name, stages a rank) of each printed schedule that runs so many micro-batches."""
+    """(name, stages a rank) of each printed schedule that runs this number of micro-batches."""
     rule = rules.get("vpp", "1")
     several = re.fullmatch(_SEVERAL, rule)
     names, *needs = rules["schedule"].split("; ")
@@ -182,7 +182,7 @@ def _schedules(
 
 
 def _runs(need: str, name: str, pp: int, micro_batches: int) -> bool:
-    """Whether a schedule runs with so many micro-batches, by the words on some schedules."""
+    """Whether a schedule runs this number of micro-batches, by the words on some schedules."""
     for words, holds in (
         (" with m >= pp micro-batches", micro_batches >= pp),
         (" with m that max(1, m // pp) divides", micro_batches % max(1, micro_batches // pp) == 0),
