@@ -42,7 +42,7 @@ from autopar.solve.search.simplest import Preference, with_plan
 from autopar.solve.search.workers import patience_s, processes_for_search
 from autopar.trace.fusion.fused import fused
 
-_SEARCH_SHARE, _CROSSING_SHARE, _CHOSEN_SHARE = 0.85, 0.75, 0.95
+_SEARCH_SHARE, _CROSSING_SHARE, _CHOSEN_SHARE = 0.7, 0.65, 0.8
 """Share of the time limit for the search itself, if simpler plans or runners-up are looked for after
 it; and if plans whose tensor parallelism stays inside nodes are too. And the share after which no
 more simpler plans are looked for.

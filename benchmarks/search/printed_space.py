@@ -30,8 +30,8 @@ _LONG = (
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A layout of a printed space. `shard` is 0 if all data-parallel ranks share. `schedules` has
-    (name, stages a rank), `sizes` the layers of each stage if they are pinned, and `modes` the
-    recompute modes, of which each block has one, or all have one unless they are `mixed`.
+    (name, stages a rank), and `sizes` the layers of each stage if they are pinned. All blocks have
+    one of the recompute `modes`, or each has one if these are `mixed`.
     """
 
     pp: int
