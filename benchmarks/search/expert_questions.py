@@ -2,10 +2,10 @@
 
     python benchmarks/search/expert_questions.py [--only NAME ...] [--time-limit 60] [--output FILE]
 
-For each question it prints the plan, how simple it is, the memory that stays free, and the gap. Then
-come the best plan of each other family of layouts, and the layout of a published recipe.  Plans
-that take more than 92 % of the memory are listed at the end, and those with a simpler or faster
-runner-up; exit code 1 if there are any.
+The questions are in expert_questions.yaml, beside this file.  For each it prints its kind, the layout
+of a published recipe, the plan, how simple it is, the memory that stays free, and the gap.  Then
+comes the best plan of each other family of layouts.  Plans that take more than 92 % of the memory
+are listed at the end, and those with a simpler or faster runner-up; exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -14,113 +14,143 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+import yaml
+from autopar_cost_models.checks import is_whole, nearest
 
 if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar import api
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, shown
 from autopar.explaining.runners_up import (
+    none_words,
     preference_words,
     simplicity_of_entry,
     simplicity_of_plan,
     why,
 )
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster_parts import check_keys
 from autopar.ir.plan import Plan
+from autopar.ir.yaml_text import read_yaml
 from autopar.models import parse_model
 from autopar.request.pins import Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest
-from autopar.text.device_words import fullest_rank
+from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
+from autopar.text.device_words import fullest_rank, misfit_chance
 from autopar.text.plan_words import choice_words, short_words
 from autopar.text.units import gap_words, gib, ms, percent
 
 MOST_FILLED = 0.92
 """The largest share of a device's memory that a default plan may take."""
 
-_NEMO = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, 25.11"
-_TITAN = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md"
-_BRIDGE_MOE = "docs.nvidia.com/nemo/megatron-bridge, MoE hardware configuration reference"
+QUESTIONS_FILE = Path(__file__).with_suffix(".yaml")
+
+KINDS = (
+    "dense pre-training", "vision", "diffusion", "embeddings", "long context", "consumer GPUs",
+    "Ethernet", "few nodes", "MoE", "LoRA and fine-tuning", "405B",
+)  # fmt: skip
+"""What questions are about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question: `model` on `cluster`, with `global_batch` sequences of `seq` tokens.
+    """A question: `model` on `cluster`, with `global_batch` rows, of `seq` tokens each.
 
-    `source` is the public thread or page. `published` is the layout that it recommends or measured,
-    '' if it has none.
+    Args:
+        name: what `--only` takes.
+        kind: one of `KINDS`.
+        model: what `autopar.models.parse_model` reads. It may be a model that autopar refuses.
+        cluster: `DEVICE NODESxDEVICES`, another text that autopar reads, or the keys of a cluster
+            file.
+        global_batch: rows of a step: sequences, images or recordings.
+        source: the public thread or page. It says which values the source leaves open.
+        seq: tokens of a row. None: the length that the model was designed for.
+        published: the layout that the source recommends or measured, '' if it has none.
+        left_out: what the source asks and the answer leaves out, '' if nothing.
+
+    Raises AutoparError for a field of the wrong type or value.
     """
 
     name: str
+    kind: str
     model: str
-    cluster: str
+    cluster: str | Mapping[str, Any]
     global_batch: int
-    seq: int
     source: str
+    seq: int | None = None
     published: str = ""
+    left_out: str = ""
+
+    def __post_init__(self) -> None:
+        what = f"question {shown(self.name)}"
+        for key in ("name", "kind", "model", "source", "published", "left_out"):
+            value = getattr(self, key)
+            if not isinstance(value, str) or (key in _REQUIRED and not value):
+                raise AutoparError(f"{what}: {key} is {shown(value)}; it must be a text")
+        if self.kind not in KINDS:
+            near = nearest(self.kind, list(KINDS))
+            raise AutoparError(f"{what}: unknown kind {shown(self.kind)}; {near}")
+        if not isinstance(self.cluster, str | Mapping):
+            raise AutoparError(
+                f"{what}: cluster is {shown(self.cluster)}; it must be a text or keys and values"
+            )
+        for key, value in (("global_batch", self.global_batch), ("seq", self.seq)):
+            if not is_whole(value) and not (key == "seq" and value is None):
+                raise AutoparError(f"{what}: {key}={shown(value)} must be a whole number >= 1")
+
+    def rows(self) -> str:
+        """The rows of a step as text."""
+        return f"{self.global_batch:,} rows" + (f" of {self.seq:,} tokens" if self.seq else "")
 
 
-# models without a name of their own
-_TINYLLAMA = "llama:layers=22,hidden=2048,heads=32,kv_heads=4,ffn=5632,vocab=32000,seq=2048"
-_OLMO = "llama:layers=16,hidden=2048,heads=16,ffn=8192,vocab=50304,seq=2048,tied=true"
-_QWEN2_7B = "llama:layers=28,hidden=3584,heads=28,kv_heads=4,ffn=18944,vocab=152064,seq=131072"
-_QWEN2_72B = "llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=29568,vocab=152064,seq=32768"
-_BLOOM_7B = "gpt:layers=30,hidden=4096,heads=32,vocab=250880,seq=2048,positions=alibi,tied=true"
-
-QUESTIONS = (
-    Question("tinyllama on 8 A100-40G", _TINYLLAMA, "a100-40g:8", 512, 2048,
-             "jzhang38/TinyLlama issue 173", "FSDP; asked why not DDP"),
-    Question("olmo-1b on 4 A100", _OLMO, "a100-80g:4", 256, 2048,
-             "allenai/OLMo issue 762", "DDP, 4.6 x as fast as FSDP"),
-    Question("gpt2-xl on 32 H200", "gpt2-xl", "dgx-h200:4", 512, 1024,
-             "karpathy/nanoGPT pull request 632", "FSDP; asked why not DDP"),
-    Question("vit-huge on 8 A100-40G", "vit-h-14", "a100-40g:8", 4096, 257,
-             "jeonsworld/ViT-pytorch issue 14", "DDP"),
-    Question("llama2-7b on 8 RTX 3090", "llama2-7b", "rtx3090:8", 64, 2048,
-             "meta-llama/llama-cookbook issue 100", "FSDP, out of memory"),
-    Question("llama2-7b on 8 A100-40G", "llama2-7b", "a100-40g:8", 128, 2048,
-             "tatsu-lab/stanford_alpaca issue 280", "FSDP with offload"),
-    Question("gpt2-xl on 2 RTX 4090", "gpt2-xl", "rtx4090:2", 64, 1024,
-             "huggingface/transformers issue 9371", "DDP"),
-    Question("bloom-7b on 2 x 4 A100", _BLOOM_7B, "a100-40g 2x4", 64, 2048,
-             "pytorch/pytorch issue 102434", "FSDP, slow between nodes"),
-    Question("llama3-8b on 8 H100", "llama3-8b", "dgx-h100:1", 128, 8192, _NEMO, "FSDP, micro-batch 1 (fp8)"),
-    Question("llama3-8b on 128 H100", "llama3-8b", "dgx-h100:16", 256, 8192, _TITAN, "FSDP, micro-batch 2"),
-    Question("llama3-8b on 8 MI300X", "llama3-8b", "mi300x-8:1", 64, 8192,
-             "ROCm/TransformerEngine issue 79", "FSDP"),
-    Question("llama3-8b, 128k on 8 H100", "llama3-8b", "dgx-h100:1", 8, 131072, _TITAN, "FSDP 2, CP 4"),
-    Question("qwen2-7b, 128k on 8 A100", _QWEN2_7B, "a100-80g:8", 8, 131072,
-             "hiyouga/LlamaFactory issues 5720 and 5024", ""),
-    Question("llama3-70b on 16 A100", "llama3-70b", "dgx-a100-80g:2", 64, 4096,
-             "InternLM/xtuner issue 842", "ZeRO-3, out of memory"),
-    Question("llama3-70b on 64 H100", "llama3-70b", "dgx-h100:8", 128, 8192, _NEMO, "TP 4, PP 8, VP 5 (fp8)"),
-    Question("qwen2-72b, 32k on 96 A100", _QWEN2_72B, "dgx-a100-80g:12", 96, 32768,
-             "hiyouga/LlamaFactory issue 5815", ""),
-    Question("llama3-405b on 1,024 H100", "llama3-405b", "dgx-h100:128", 512, 8192, _NEMO,
-             "TP 8, PP 8, CP 2, VP 8 (fp8)"),
-    Question("mixtral on 16 H100", "mixtral-8x7b", "dgx-h100:2", 128, 4096,
-             "NVIDIA/Megatron-LM issue 756", "EP 8"),
-    Question("qwen3-30b-a3b, 32k on 16 H100", "qwen3-30b-a3b", "dgx-h100:2", 64, 32768,
-             "modelscope/ms-swift issue 5530", ""),
-    Question("qwen3-235b on 256 H100", "qwen3-235b-a22b", "dgx-h100:32", 2048, 4096, _BRIDGE_MOE,
-             "TP 2, PP 8, VP 4, EP 32"),
-    Question("deepseek-v3 on 256 H100", "deepseek-v3", "dgx-h100:32", 2048, 4096, _BRIDGE_MOE,
-             "TP 2, PP 8, VP 4, EP 64"),
-    Question("deepseek-v3 on 2,048 H100", "deepseek-v3", "dgx-h100:256", 8192, 4096, _BRIDGE_MOE,
-             "TP 2, PP 8, VP 4, EP 64"),
-    Question("llama3-70b on 64 GB200", "llama3-70b", "gb200-nvl72:1", 256, 8192, _NEMO, "FSDP, micro-batch 2 (fp8)"),
-)  # fmt: skip
+_FIELDS = tuple(field.name for field in fields(Question))
+_REQUIRED = tuple(f.name for f in fields(Question) if f.default is MISSING)
 
 
-def cluster_of(text: str) -> ClusterSpec:
-    """The cluster of a question: `DEVICE NODESxDEVICES`, or what autopar parses."""
-    device, _, shape = text.partition(" ")
+def read_questions(path: Path = QUESTIONS_FILE) -> tuple[Question, ...]:
+    """The questions of a YAML file: a list of mappings with the fields of `Question`.
+
+    Raises AutoparError if the file is not such a list, or has an unknown, missing or wrong field, or
+    a name twice. The message names the question.
+    """
+    try:
+        data = read_yaml(path.read_text())
+    except yaml.YAMLError as error:
+        raise AutoparError(
+            f"{path.name} is not valid YAML: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
+        raise AutoparError(
+            f"{path.name} must be a list of questions, each with {', '.join(_REQUIRED)}"
+        )
+    for number, entry in enumerate(data, 1):
+        check_keys(f"{path.name}: question {number}", entry, _FIELDS, _REQUIRED)
+    questions = tuple(Question(**entry) for entry in data)
+    names = [question.name for question in questions]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise AutoparError(f"{path.name}: {', '.join(sorted(twice))} is asked twice")
+    return questions
+
+
+QUESTIONS = read_questions()
+
+
+def cluster_of(question: Question) -> ClusterSpec:
+    """The cluster of a question. Raises AutoparError if it is not known, or is of several kinds of
+    devices.
+    """
+    if not isinstance(question.cluster, str):
+        what = f"question {question.name!r}"
+        return ClusterSpec.from_data(question.cluster, what, question.name).one_kind
+    device, _, shape = question.cluster.partition(" ")
     if shape:
-        return ClusterSpec.make(device, *map(int, shape.split("x")), name=text)
-    return ClusterSpec.parse(text).one_kind
+        return ClusterSpec.make(device, *map(int, shape.split("x")), name=question.cluster)
+    return ClusterSpec.parse(question.cluster).one_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +187,10 @@ class Answer:
     def lines(self) -> Iterator[str]:
         """The answer as lines of text."""
         q = self.question
-        yield f"{q.name}: {q.global_batch} sequences of {q.seq} tokens ({q.source})"
+        yield f"{q.name} [{q.kind}]: {q.rows()} ({q.source})"
         yield f"  published   {q.published or '-'}"
+        if q.left_out:
+            yield f"  left out    {q.left_out}"
         if self.plan is None:
             yield f"  no plan     {self.reason.splitlines()[0]}"
             return
@@ -166,29 +198,34 @@ class Answer:
         peak, capacity = fullest_rank(plan, self.cluster)
         yield f"  plan        {short_words(plan)}: {ms(plan.predicted.step_time_s)}"
         yield f"  simplicity  {preference_words(plan)}"
-        yield f"  free        {gib(capacity - peak)} of {gib(capacity)}, {percent(1 - peak / capacity)}"
+        chance = misfit_chance(plan, self.cluster)
+        risk = "" if chance is None else f", {percent(chance)} not to fit"
+        yield f"  free        {gib(capacity - peak)} of {gib(capacity)}, {percent(1 - peak / capacity)}{risk}"
         yield f"  gap         {gap_words(proof.gap)} in {self.search_s:.0f} s, {len(proof.meshes):,} candidates"
         for entry in proof.runners_up:
             if entry["time_s"] is None:
-                yield f"    {entry['family']}: none fits"
+                yield f"    {entry['family']}: {none_words(entry)}"
                 continue
             more = 100 * (entry["time_s"] / plan.predicted.step_time_s - 1)
             yield f"    {entry['family']}: {choice_words(entry)}, {more:+.1f} % ({why(plan, entry)})"
 
 
 def answer(question: Question, time_limit_s: float) -> Answer:
-    """Plans a question with the defaults of the command line, and with runners-up."""
+    """Plans a question with the defaults of the command line, and with runners-up. Raises
+    AutoparError if the cluster is not known.
+    """
     start = time.perf_counter()
-    spec, cluster = parse_model(question.model), cluster_of(question.cluster).kept_free()
-    traced = api.trace_spec(spec, question.seq)
-    request = PlanRequest(cluster, question.global_batch, Pins(), "bf16", False, question.model,
-                          tolerance=TOLERANCE, runners_up=True)  # fmt: skip
-    traced_s, reason, plan = time.perf_counter() - start, "", None
-    start = time.perf_counter()
+    cluster = cluster_of(question).kept_free()
+    traced_s = 0.0
     try:
-        plan = api.plan_traced(traced, request, time_limit_s)
+        spec = parse_model(question.model)
+        traced = api.trace_spec(spec, question.seq or spec.max_seq or 512)
+        request = PlanRequest(cluster, question.global_batch, Pins(), choose_precision(cluster), False, spec.name,
+                              model_text=question.model, tolerance=TOLERANCE, runners_up=True)  # fmt: skip
+        traced_s, start = time.perf_counter() - start, time.perf_counter()
+        plan, reason = api.plan_traced(traced, request, time_limit_s), ""
     except AutoparError as error:
-        reason = str(error)
+        plan, reason = None, str(error)
     return Answer(question, cluster, plan, reason, traced_s, time.perf_counter() - start)
 
 
