@@ -112,8 +112,8 @@ def home(
     deadline: Deadline | None = None,
 ) -> Home | None:
     """What the software of `HOME` makes of a plan on GPUs, if it saves `HOME_LEAST` and the plan fits
-    then. None for what is no language model, on devices of several kinds, and without time. Arguments and errors are those of
-    `gains`.
+    then. None for what is no language model, on devices of several kinds, and without time.
+    Arguments and errors are those of `gains`.
     """
     from autopar.recheck.replay import replay
     from autopar.request.frameworks import software_as_pinned

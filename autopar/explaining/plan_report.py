@@ -151,7 +151,7 @@ def plan_table(
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
     parts.append(_summary(plan, cluster, tokens))
     parts += [Text(f"{plain(words)}\n")] if (words := home_words(n)) else []
-    parts += [*([_ranks(plan, at)] if plan.devices else [])]
+    parts += [_ranks(plan, at)] if plan.devices else []
     parts += [_time(plan), _memory(plan), *_proved(plan, at, n)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         shown = plan.blocks if layers else ()

@@ -1,8 +1,8 @@
 """The rules by which candidates are listed, in words.
 
-On devices of one kind, without a target, another program lists the same meshes, micro-batches and
-ZeRO stages from these words (`tests/explain/test_space.py`). What they say of schedules, stages,
-recomputation, targets and several kinds of devices is not checked so.
+On devices of one kind, without a target, another program lists the same layouts from these words,
+and holds plans to them (`benchmarks/search/printed_space.py`, `every_point.py`). What they say of
+targets and several kinds of devices is not checked so.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def points(
 
     `models` has the priced model for each recompute mode, the mode that keeps most first.
     `schedules` has (name, stages a rank) of the pipeline schedules; unused without a pipeline.
-    `sizes` has the layers of each stage if they are fixed. `placed_by`
-    lists combinations of strategies, by default `placements`.
+    `sizes` has the layers of each stage if they are fixed. `placed_by` lists combinations of
+    strategies, by default `placements`.
     """
     found: set[Point] = set()
     for placed in (placed_by or placements)(models):
@@ -389,7 +389,8 @@ class Placed:
         self, stages: Sequence[Sequence[int]], parted: Sequence[bool]
     ) -> list[tuple[Cost, ...]]:
         """Every choice of modes for a rank, as a tuple with the cost of each of its stages. All
-        stages have the same numbers of layers in each mode. `parted`: by stage, whether its backward runs in two parts.
+        stages have the same numbers of layers in each mode. `parted`: by stage, whether its
+        backward runs in two parts.
         """
         mine = [[n for n in stage if n in self.layers] for stage in stages]
         longest, found = max(map(len, mine)), {}
