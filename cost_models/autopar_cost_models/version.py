@@ -2,4 +2,4 @@
 comparable.
 """
 
-COST_MODEL_VERSION = "15"
+COST_MODEL_VERSION = "16"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from autopar_cost_models import collective_time_s, point_to_point_time_s
+from autopar_cost_models import Traffic, collective_time_s, point_to_point_time_s
 from autopar_cost_models.constants import BUCKET_BYTES
 
 from autopar.annotate.annotator import Annotator
@@ -157,6 +157,23 @@ def test_gradients_over_axes_that_lie_apart_are_reduced_over_each(annotator):
             for level in levels
         )
         assert reduction_s(order) == pytest.approx(expected), order
+
+
+@pytest.mark.parametrize(("pp", "senders"), [(2, 4), (4, 2), (8, 1)])
+def test_messages_share_interfaces_with_ranks_that_leave_the_node(annotator, pp, senders):
+    """Of the ranks of a pipeline on one node, one sends to the next node."""
+    topology = replace(NODES.topology, nics_per_node=1)
+    mesh = MeshShape(pp=pp, dp=8 // pp)
+    model = annotator.annotate(
+        Setting(
+            mesh, ROWS, 2, 0, "none", "fp32", replace(NODES, topology=topology), schedule="1f1b"
+        )
+    )
+    size, stride, traffic = 2**24, mesh.stride("pp"), Traffic(concurrent_groups=senders)
+    priced_s = model.pipeline.hop_latency_s + size * model.pipeline.hop_s_per_byte
+    assert priced_s == pytest.approx(
+        point_to_point_time_s(size, pp, stride, topology, traffic), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", ["moe-tiny", "llama-tiny"])
