@@ -208,8 +208,8 @@ def plan(
         headroom: memory of a device that the plan leaves free: a fraction such as 0.1, or GiB such as 8 or '8GiB'.  By default that of
             the cluster, or else 16.5 % on GPUs, at which the chance to fit is 95 %, and nothing on CPUs.  For another chance, give
             `autopar_cost_models.memory_error.headroom_for(0.99)`.
-        tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler (`ir/simplicity.py`).  With 0 it is
-            the fastest.
+        tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler; up to 2.5 times as much if it is
+            much simpler (`ir/simplicity.py`).  With 0 it is the fastest.
         runners_up: whether the certificate gets the best plan of each other family of layouts.
         target: search only what this framework can run, such as 'megatron'.  `autopar.export` then says the plan in its words.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.explaining.runners_up import preference_words
+from autopar.explaining.runners_up import allowed_more, preference_words
 from autopar.ir.cluster import Cluster
 from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
@@ -77,7 +77,7 @@ def proof_words(plan: Plan) -> str:
         return (
             f"the simplest with tensor parallelism inside nodes, {more:.2g} % above what is {words}"
         )
-    return f"the simplest within {percent(proof.tolerance)} of what is {words}"
+    return f"the simplest within {percent(allowed_more(plan))} of what is {words}"
 
 
 def advice_on_gap(plan: Plan) -> str:

@@ -88,6 +88,15 @@ def simplicity_of_entry(entry: Mapping[str, Any]) -> Simplicity:
     )
 
 
+def allowed_more(plan: Plan) -> float:
+    """The fraction by which a plan as simple as this one may take longer than the fastest."""
+    proof = plan.certificate
+    if not proof.fastest:
+        return proof.tolerance
+    times = simplicity_of_entry(proof.fastest).times_tolerance(simplicity_of_plan(plan))
+    return times * proof.tolerance
+
+
 def preference_words(plan: Plan) -> str:
     """What the certificate proves about the plan's simplicity, as text; '' with a tolerance of
     0.
@@ -95,7 +104,7 @@ def preference_words(plan: Plan) -> str:
     proof = plan.certificate
     if not proof.tolerance:
         return ""
-    within = f"within {percent(proof.tolerance)} of the {optimum_words(plan)}"
+    within = f"within {percent(allowed_more(plan))} of the {optimum_words(plan)}"
     faster = 1 - proof.fastest_s / plan.predicted.step_time_s
     if proof.tp_inside:
         return (

@@ -11,7 +11,7 @@ from autopar.explaining.certificate import not_proved_words
 from autopar.explaining.cost_parts import memory_parts, time_parts
 from autopar.explaining.diff import diff
 from autopar.explaining.plan_report import plan_data
-from autopar.explaining.runners_up import inside_words
+from autopar.explaining.runners_up import allowed_more, inside_words
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
@@ -299,7 +299,7 @@ def _preferred_words(chosen: Plan) -> str:
     """Why the chosen plan is not the fastest, as a sentence."""
     if words := inside_words(chosen):
         return f"{words}."
-    return f"The chosen plan is simpler, and within {percent(chosen.certificate.tolerance)} of the fastest."
+    return f"The chosen plan is simpler, and within {percent(allowed_more(chosen))} of the fastest."
 
 
 def _first_words(answer: WhyNot) -> str:

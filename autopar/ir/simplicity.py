@@ -18,6 +18,12 @@ FEW_STAGES = 4
 """The most stages of a pipeline rank that practitioners use without need."""
 _VIRTUAL = ("", "several stages a rank", f"over {FEW_STAGES} stages a rank")
 
+UNSPLIT, USUAL = 2.5, 1.5
+"""How many times the tolerance a plan may take longer than the fastest: without tensor, context and
+pipeline parallelism, where the fastest has one of them; and without zero bubble, more than
+`FEW_STAGES` stages a rank and mixed recomputation, where the fastest has one of these.
+"""
+
 FREE_SHARE = 0.2
 """The fraction of a device's memory that a plan leaves free if it is not `crowded`."""
 
@@ -28,6 +34,7 @@ class Simplicity:
 
     Attributes:
         axes: mesh axes with several ranks; ZeRO within groups of ranks counts as one more.
+        splits: whether tensors, sequences or layers are split: tp, cp or pp.
         virtual: 0 if pipeline ranks have one stage each, 1 with up to `FEW_STAGES`, 2 with more.
         mixed: whether layers recompute in different modes.
         schedule: the place of the pipeline schedule in `ESTABLISHED`.
@@ -36,11 +43,25 @@ class Simplicity:
     """
 
     axes: int
+    splits: bool
     virtual: int
     mixed: bool
     schedule: int
     gathers: bool = False
     crowded: bool = False
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether a plan has what few frameworks run, or seldom by default."""
+        return self.virtual > 1 or self.mixed or self.schedule >= ESTABLISHED.index("zero_bubble")
+
+    def times_tolerance(self, simpler: Simplicity) -> float:
+        """How many times the tolerance a `simpler` plan may take longer than the fastest, if this
+        is the simplicity of the fastest.
+        """
+        if self.splits and not simpler.splits:
+            return UNSPLIT
+        return USUAL if self.is_unusual and not simpler.is_unusual else 1.0
 
     @property
     def as_data(self) -> dict[str, int | bool]:
@@ -72,6 +93,7 @@ def simplicity_of(
     """
     return Simplicity(
         axes=sum(mesh.size(axis) > 1 for axis in ("dp", "tp", "cp", "pp", "ep")) + (shard > 0),
+        splits=any(mesh.size(axis) > 1 for axis in ("tp", "cp", "pp")),
         virtual=(stages_per_rank > 1) + (stages_per_rank > FEW_STAGES),
         mixed=recompute == "mixed",
         schedule=ESTABLISHED.index(schedule) if schedule in ESTABLISHED else len(ESTABLISHED),

@@ -31,7 +31,7 @@ from autopar.solve.search.branch_and_bound import search, solved_together
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
-from autopar.solve.search.simplest import Preference
+from autopar.solve.search.simplest import Preference, candidate_simplicity
 from benchmarks.search.exhaustive_oracle import Point, above_hull, best, points
 from benchmarks.search.random_instances import Task, with_fixed_stages
 
@@ -170,15 +170,19 @@ def _preferred(
     preference = Preference(restager=restager, tolerance=TOLERANCE, memory_bytes=None)
     chosen = preference.chosen(result, solved_together(task.candidates), task.candidates)
     candidate, solution = chosen.best
-    limit_s = (1 + TOLERANCE) * fitting.time_s
-    assert solution.time_s <= limit_s * (1 + CLOSE), f"seed {seed}: {candidate} is too slow"
+    first = candidate_simplicity(result.best[0])
+
+    def limit_s(simplicity: Simplicity) -> float:
+        return (1 + first.times_tolerance(simplicity) * TOLERANCE) * fitting.time_s
+
+    own = candidate_simplicity(candidate)
+    is_slow = solution.time_s > limit_s(own) * (1 + CLOSE)
+    assert not is_slow, f"seed {seed}: {candidate} is too slow"
     assert capacity is None or solution.memory_bytes <= capacity, f"seed {seed}: does not fit"
-    own = simplicity_of(candidate.mesh, candidate.zero, candidate.shard, candidate.stages_per_rank,
-                        candidate.recompute, candidate.schedule)  # fmt: skip
     least = min(
         simplicity
         for simplicity, of in _by_simplicity(task)
-        if (fastest := _fastest(of, capacity)) is not None and fastest.time_s <= limit_s
+        if (fastest := _fastest(of, capacity)) is not None and fastest.time_s <= limit_s(simplicity)
     )
     assert own <= least or chosen.simpler_left, f"seed {seed}: {own} was chosen, and {least} fits"
     return ["simplest" if own <= least else "not simplest"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.mesh import MeshShape
-from autopar.ir.simplicity import simplicity_of
+from autopar.ir.simplicity import UNSPLIT, USUAL, simplicity_of
 
 ORDERED = (
     simplicity_of(MeshShape(), 1, 0, 1, "none", "none"),
@@ -23,6 +23,20 @@ ORDERED = (
 
 def test_fields_count_in_order():
     assert list(ORDERED) == sorted(ORDERED) and len(set(ORDERED)) == len(ORDERED)
+
+
+def test_much_simpler_plans_may_take_longer():
+    data, tensor = (
+        simplicity_of(mesh, 1, 0, 1, "full", "none")
+        for mesh in (MeshShape(dp=8), MeshShape(dp=4, tp=2))
+    )
+    mixed = simplicity_of(MeshShape(dp=4, tp=2), 1, 0, 1, "mixed", "none")
+    assert tensor.times_tolerance(data) == mixed.times_tolerance(data) == UNSPLIT
+    assert mixed.times_tolerance(tensor) == USUAL
+    assert tensor.times_tolerance(tensor) == data.times_tolerance(data) == 1
+    usual = ORDERED[6]
+    for unusual in (ORDERED[8], ORDERED[9], ORDERED[10]):
+        assert unusual.times_tolerance(usual) == USUAL and unusual.times_tolerance(unusual) == 1
 
 
 def test_groups_of_zero_count_as_an_axis_and_all_experts_on_dp_do_not():

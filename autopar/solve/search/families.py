@@ -260,15 +260,21 @@ def simpler_of(
     tolerance: float,
     crosses: Callable[[MeshShape], bool] = lambda mesh: False,
 ) -> Restaged | None:
-    """The simplest of the plans of other families that take at most the fraction `tolerance` more
-    than the fastest plan found, if it is simpler than the chosen plan. A search that ended by its
+    """The simplest of the plans of other families that are within `tolerance` of the fastest plan
+    found (as `Preference`), if it is simpler than the chosen plan. A search that ended by its
     time limit may have left one. A plan whose mesh `crosses` does not replace one whose mesh does
     not.
     """
     if searched.best is None or not tolerance:
         return None
-    limit_s = (1 + tolerance) * (searched.fastest or searched.best)[1].time_s
-    near = [one.staged for one in others if one.staged is not None and one.time_s <= limit_s]
+    candidate, solution = searched.fastest or searched.best
+    first = candidate_simplicity(candidate)
+
+    def is_near(plan: Restaged) -> bool:
+        times = first.times_tolerance(candidate_simplicity(plan.candidate))
+        return plan.time_s <= (1 + times * tolerance) * solution.time_s
+
+    near = [one.staged for one in others if one.staged is not None and is_near(one.staged)]
     if not crosses(searched.best[0].mesh):
         near = [one for one in near if not crosses(one.candidate.mesh)]
     ranked = sorted(

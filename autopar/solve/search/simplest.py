@@ -17,7 +17,7 @@ from math import inf
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import OUT_OF_TIME
-from autopar.ir.simplicity import FREE_SHARE, INSIDE, Simplicity, simplicity_of
+from autopar.ir.simplicity import FREE_SHARE, INSIDE, UNSPLIT, Simplicity, simplicity_of
 from autopar.ir.stop import TimeIsOver, check_time, stops_at
 from autopar.solve.costs.candidate import MIXED, Candidate
 from autopar.solve.costs.schedule import Schedule
@@ -49,7 +49,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Chooses the simplest plan within the fraction `tolerance` of the fastest. `memory_bytes` is
+    """Chooses the simplest plan within the fraction `tolerance` of the fastest, or within a multiple
+    of it where much is simpler (`Simplicity.times_tolerance`). `memory_bytes` is
     the whole memory of a device (None: unlimited), of which the restager may take a part. No more
     plans are looked at from `until` on, by `time.perf_counter()`. `crosses(mesh)` says whether
     tensor parallelism is between nodes, and should not be.
@@ -131,19 +132,29 @@ class Preference:
         proved = found.status == "optimal"
         candidate, solution = found.best
         own = candidate_simplicity(candidate, self._is_crowded(solution.memory_bytes))
-        limit_s, bare = (1 + self.tolerance) * solution.time_s, replace(own, crowded=False)
+        bare = replace(own, crowded=False)
+
+        def limit_s(simplicity: Simplicity) -> float:
+            """The longest that a plan with this simplicity may take, in seconds."""
+            return (1 + bare.times_tolerance(simplicity) * self.tolerance) * solution.time_s
+
+        most_s = (1 + UNSPLIT * self.tolerance) * solution.time_s
         offers: list[Offer] = []
         left: set[Simplicity] = set()
         seen: set[Hashable] = set()
         for place, group in enumerate(_as_simple(groups, candidates)):
-            if (least_s := _least_s(found, group)) > limit_s:
+            if (least_s := _least_s(found, group)) > most_s:
                 continue
             # a search that had no time for candidates has the bound 0
             is_left, kind = not proved and least_s <= 0, _kind_of(candidates[group[0]])
             if is_left and kind in seen:
                 continue
             of_group = _offers(place, [candidates[n] for n in group], least_s)
-            near = [offer for offer in of_group if offer.simplicity <= bare]
+            near = [
+                offer
+                for offer in of_group
+                if offer.simplicity <= bare and least_s <= limit_s(offer.simplicity)
+            ]
             if is_left:
                 seen.add(kind)
                 left |= {offer.simplicity for offer in near}
@@ -157,19 +168,20 @@ class Preference:
                 try:
                     with stops_at(self.until):
                         check_time()
-                        if self._bound_s(offer, limit_s, bounds_s) < limit_s:
+                        if self._bound_s(offer, most_s, bounds_s) < limit_s(simplicity):
                             open_.append(offer)
                 except TimeIsOver:
                     left.add(simplicity)
             is_own = simplicity == bare
-            within_s = (1 + (self._share(found) if is_own else self.tolerance)) * solution.time_s
+            longest_s = limit_s(simplicity)
+            within_s = (1 + self._share(found)) * solution.time_s if is_own else longest_s
             parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
             best, unsettled = fastest(self.restager, parts, within_s, self.until)
             if is_own:
                 best, unsettled = best if _is_better(best, found) else None, 0
             held = solution if is_own and best is None else best
             if held is not None and self._is_crowded(held.memory_bytes):
-                best = self._roomier([offer.part for offer in open_], limit_s) or best
+                best = self._roomier([offer.part for offer in open_], longest_s) or best
             if best is not None:
                 simplest = with_plan(found, candidates, best, "the simplest")
                 return replace(simplest, simpler_left=_below(left, simplicity))
@@ -185,15 +197,15 @@ class Preference:
     def _bound_s(
         self,
         offer: Offer,
-        limit_s: float,
+        most_s: float,
         known: dict[tuple[int, tuple[Schedule, ...]], float],
     ) -> float:
         """A lower bound in seconds on the plans of an offer in any recompute modes, raised up to
-        `limit_s`. `known` is a cache, since several offers differ only in these modes.
+        `most_s`. `known` is a cache, since several offers differ only in these modes.
         """
         key = offer.place, offer.whole.schedules
         if key not in known:
-            known[key], _ = self.restager.solver(offer.whole).raise_bounds(limit_s)
+            known[key], _ = self.restager.solver(offer.whole).raise_bounds(most_s)
         return known[key]
 
     def _is_crowded(self, peak_bytes: int) -> bool:
