@@ -38,7 +38,7 @@ from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precisio
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks, say
 from autopar.runtime.state.precision import (
-    PRECISIONS,
+    PRECISION_DTYPES,
     captured_in,
     default_precision,
     precision_note,
@@ -50,7 +50,7 @@ from autopar.trace.batches import (
     batch_tensors,
     check_example,
     sequence_length,
-    shortened,
+    shortened_inputs,
     shorter_lengths,
 )
 from autopar.trace.blocks import find_segments
@@ -87,7 +87,7 @@ def trace(
         model: the model; it is not changed.
         example_inputs: the tensors of one batch; only shapes and dtypes count.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
-        precision: a key of `PRECISIONS`. By default the model's dtypes stay.
+        precision: a key of `PRECISION_DTYPES`. By default the model's dtypes stay.
         deeper: how many more layers the result has than `model`, each like a captured one. By default
             none.
         kept_buffers: buffers that half precision may leave in their dtype. By default any that the
@@ -98,7 +98,7 @@ def trace(
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
-    dtype = PRECISIONS.get(precision or "")
+    dtype = PRECISION_DTYPES.get(precision or "")
 
     def traced(together: int = 1) -> tuple[TracedModel, int]:
         """(the model, `together` rows taken for one; what `rows_together` gives for it)."""
@@ -420,7 +420,7 @@ def _shorter(
         return []
     lengths = shorter_lengths(example_inputs, buckets, batch_dims)
     check_lengths(model, [*lengths, sequence_length(example_inputs, batch_dims)])
-    return [shortened(example_inputs, length, batch_dims) for length in lengths]
+    return [shortened_inputs(example_inputs, length, batch_dims) for length in lengths]
 
 
 def _checked_weights(

@@ -21,6 +21,7 @@ from support.imports import (
     imports_of,
     long_definitions,
     modules,
+    repeated_names,
 )
 
 ROOMS = """
@@ -205,3 +206,8 @@ def test_import_is_fast_and_leaves_cuda_alone():
 
 def test_planning_initializes_no_cuda():
     assert all_imported()[0] == "False"
+
+
+def test_a_public_name_has_one_place():
+    """Two things of one name are one thing, or need two names; what a module keeps to itself starts with `_`."""
+    assert repeated_names() == {}

@@ -18,7 +18,7 @@ from autopar.ir.annotated import AnnotatedOp, Saved
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.mesh import BATCH_AXES
-from autopar.ir.sharding import Layout, R, S
+from autopar.ir.sharding import AxisLayout, R, S
 from autopar.ops.dims import Call
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.random import drops
@@ -91,7 +91,7 @@ def kept_tensors(
     return tuple(kept)
 
 
-_Held = tuple[str, Layout, dict[str, Layout]]
+_Held = tuple[str, AxisLayout, dict[str, AxisLayout]]
 """A value of a call: its name, its layout over tp, and its layouts on the other axes."""
 
 
@@ -209,7 +209,7 @@ def _while_it_runs(
 
 
 def _gathered_bytes(
-    local: LocalClass, op: AnnotatedOp, made: Mapping[str, Collection[Layout]]
+    local: LocalClass, op: AnnotatedOp, made: Mapping[str, Collection[AxisLayout]]
 ) -> int:
     """Bytes of the input that a linear layer gathers again, under the smallest strategy that shards
     its parameter; 0 if it can read the input sharded as it is made. `made` has the layouts in which
@@ -306,7 +306,7 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
     return own
 
 
-def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> bool:
+def _gathers_again(local: LocalClass, node: Node, root: str, layout: AxisLayout) -> bool:
     """Whether a layer keeps the sharded form of an input that it has whole, and gathers it again in
     backward.
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.annotate.fusion import FusedShare
 from autopar.annotate.joined_products import joined_outputs
-from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
+from autopar.annotate.kernels import FREE_KERNEL, KernelTime, MatrixProduct, Shape, product_of
 from autopar.annotate.linear_losses import LinearLoss, linear_loss_time
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.transfers import attention_of
@@ -95,7 +95,7 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
     """
     name, dims = op_name(call.node), call.dims
     if dims is not None and dims.movement_free:
-        return FREE
+        return FREE_KERNEL
     if is_attention(call.node):
         return _attention(local, call)
     if name == ROUTED_EXPERTS:
@@ -148,7 +148,7 @@ def _operand_shape(local: LocalClass, call: PricedCall, i: int) -> Shape:
     )
 
 
-def _product(local: LocalClass, call: PricedCall) -> Product | None:
+def _product(local: LocalClass, call: PricedCall) -> MatrixProduct | None:
     shapes = [_operand_shape(local, call, i) for i in range(len(call.names))]
     parameters = [name in local.facts.weights for name in call.names]
     fp8 = call.node.name not in local.facts.heads or local.setting.software.fp8_head
@@ -160,7 +160,7 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
     return replace(found, joined=joined_outputs(call.node, local.facts.weights))
 
 
-def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
+def _convolution(local: LocalClass, call: PricedCall) -> MatrixProduct | None:
     """A convolution as a matrix product, one for each group of channels: (positions, channels x
     kernel) by (channels x kernel, channels). None if a size is 0.
     """
@@ -183,7 +183,7 @@ def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
     if not prod(sizes) * groups:
         return None
     m, n, k = sizes
-    return Product(
+    return MatrixProduct(
         m=m,
         n=n,
         k=k,

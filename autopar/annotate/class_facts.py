@@ -12,14 +12,14 @@ from torch.fx import Graph, Node
 
 from autopar.annotate.attention_masks import windows
 from autopar.annotate.fusion import FusedShare, added_gradients, fuse, heads_of
-from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
+from autopar.annotate.recomputed import NO_RERUN, Rerun, rerun_of
 from autopar.annotate.saved_tensors import SavedByOp, observe_saved
 from autopar.annotate.storage_dims import storage_dims
 from autopar.ir.annotated import Shared
 from autopar.ir.calls import op_name
 from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.plan_checks import SELECTIVE_MODES
-from autopar.ir.sharding import Layout, Pattern
+from autopar.ir.sharding import AxisLayout, Pattern
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import (
@@ -84,7 +84,7 @@ class ClassFacts:
     added: set[tuple[str, int]]
     saved: dict[str, SavedByOp]
     roots: dict[str, str]
-    storage_dim: Callable[[str, Layout], int | None]
+    storage_dim: Callable[[str, AxisLayout], int | None]
     shares: Callable[[Joins], dict[str, FusedShare]]
     rerun: Callable[[str, bool], Rerun]
     tensor_parallel: Callable[[Node, int, tuple[tuple[str, int], ...]], list[OpStrategy]]
@@ -320,11 +320,11 @@ def _class_facts(
 def _rerun(
     block: BlockClass, saved: dict[str, SavedByOp], roots: dict[str, str], mode: str, compiled: bool
 ) -> Rerun:
-    """What backward runs again under a recompute mode; `NOTHING` if the mode is not selective or
+    """What backward runs again under a recompute mode; `NO_RERUN` if the mode is not selective or
     does not apply to this class.
     """
     if mode not in SELECTIVE_MODES or (mode in ("gather", "op") and not block.is_layer):
-        return NOTHING
+        return NO_RERUN
     return rerun_of(mode, block.graph, saved, roots, compiled)
 
 

@@ -11,21 +11,21 @@ from functools import cache
 
 from torch.fx import Graph, Node
 
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from autopar.ops.dims import OpDims, letters_of, locate
 from autopar.ops.values import operand_names, ops, result_names
 
 
 def storage_dims(
     graph: Graph, dims: Mapping[str, OpDims | None], roots: Mapping[str, str]
-) -> Callable[[str, Layout], int | None]:
+) -> Callable[[str, AxisLayout], int | None]:
     """A function (value, layout that shards it) -> the dim of the value that owns its storage. None
     if that value cannot be sharded alike.
     """
     makers = {name: (node, k) for node in ops(graph) for k, name in enumerate(result_names(node))}
 
     @cache
-    def found(name: str, layout: Layout) -> int | None:
+    def found(name: str, layout: AxisLayout) -> int | None:
         dim, rows, root = layout.dim, layout.pattern.rows, roots[name]
         while name != root:
             place = _before(*makers[name], dims, dim, rows)

@@ -15,11 +15,11 @@ from autopar.ir.deadline import Deadline
 if TYPE_CHECKING:
     from autopar.targets.job import Exported
 
-NO_VERDICT = 3
+_NO_VERDICT = 3
 """The exit code of `check` if no verdict can be given."""
 FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
 ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
-MICRO_BATCH = click.option(
+_MICRO_BATCH = click.option(
     "--micro-batch",
     type=options.POSITIVE,
     help="Sequences of a micro-batch, if the file does not say them.",
@@ -46,7 +46,7 @@ GLOBAL_BATCH = click.option(
 @click.option(
     "--seq", type=options.POSITIVE, help="Tokens per sequence, if the file does not say them."
 )
-@MICRO_BATCH
+@_MICRO_BATCH
 @GLOBAL_BATCH
 @click.option(
     "--measured",
@@ -112,11 +112,11 @@ def check(
     if page is not None:
         drawn.write(page)
     ctx.exit(
-        1 if answer.refused or answer.fits is False else NO_VERDICT if answer.fits is None else 0
+        1 if answer.refused or answer.fits is False else _NO_VERDICT if answer.fits is None else 0
     )
 
 
-@click.command(cls=options.Command)
+@click.command("export", cls=options.Command)
 @click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
 @click.option(
@@ -131,7 +131,7 @@ def check(
     help="Read the text with the framework's own parser, and compare; exit code 1 if it reads another layout.",
 )
 @click.pass_context
-def export(
+def export_command(
     ctx: click.Context, plan: str, target: str, model: str | None, output: str | None, verify: bool
 ) -> None:
     """Write a saved plan as arguments or configuration of another framework, or say what it cannot
@@ -155,15 +155,15 @@ def export(
     ctx.exit(1 if wrong else 0)
 
 
-@click.command(cls=options.Command)
+@click.command("convert", cls=options.Command)
 @click.argument("file", type=click.Path(dir_okay=False))
 @ARGUMENTS
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
 @FRAMEWORK
-@MICRO_BATCH
+@_MICRO_BATCH
 @GLOBAL_BATCH
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
-def convert(
+def convert_command(
     file: str,
     args: tuple[str, ...],
     target: str,
@@ -204,5 +204,5 @@ def _print(written: Exported, output: str | None) -> None:
         click.echo(line, err=True)
 
 
-COMMANDS = (check, export, convert)
+COMMANDS = (check, export_command, convert_command)
 """The commands of this file."""

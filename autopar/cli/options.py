@@ -16,7 +16,7 @@ from autopar_cost_models.memory_error import headroom_for
 from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
 from autopar.ir.cluster import ClusterSpec, reading_note
-from autopar.ir.mesh import MOST
+from autopar.ir.mesh import MOST_DEVICES
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.models.names import model_note
 from autopar.request.pins import parse_pins
@@ -62,8 +62,8 @@ class Command(click.Command):
             formatter.write_dl(sorted(codes.items(), key=lambda code: int(code[0])))
 
 
-class Numbers(click.ParamType):
-    """A click parameter type: numbers of type `kind` above 0 and up to `MOST`, separated by commas.
+class NumberList(click.ParamType):
+    """A click parameter type: numbers of type `kind` above 0 and up to `MOST_DEVICES`, separated by commas.
     Duplicates count once.
     """
 
@@ -84,7 +84,7 @@ class Numbers(click.ParamType):
             numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
         except ValueError:
             numbers = ()
-        if not numbers or not all(0 < number <= MOST for number in numbers):
+        if not numbers or not all(0 < number <= MOST_DEVICES for number in numbers):
             whole = "whole " if self.kind is int else ""
             self.fail(
                 f"{shown(value)} is not a list of positive {whole}numbers such as 64,128,256",
@@ -114,7 +114,7 @@ class _Named(click.ParamType):
 MODEL, CLUSTER = _Named("MODEL", model_note), _Named("CLUSTER", reading_note)
 
 
-POSITIVE = click.IntRange(min=1, max=MOST)
+POSITIVE = click.IntRange(min=1, max=MOST_DEVICES)
 
 
 class _Positive(click.FloatRange):
@@ -192,7 +192,7 @@ def together(*options: Callable) -> Callable[[Callable], Callable]:
     return added
 
 
-def search(command: Callable) -> Callable:
+def search_options(command: Callable) -> Callable:
     """A decorator that adds the options of every command that searches for plans: what stays free
     (headroom or a least chance to fit), tolerance, precision, and what limits the search. It adds
     those of the software too. The command gets that as the argument `software`, the name of its
@@ -249,14 +249,14 @@ def software_like(
 
     Raises AutoparError for an unknown framework, target or cluster.
     """
-    from autopar.request.frameworks import RECIPES, software_as_pinned
+    from autopar.request.frameworks import RECIPE_OF_SCALING, software_as_pinned
     from autopar.request.plan_request import choose_precision
     from autopar.targets.registry import target_of
 
     facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
     facts["compiled"] = parts.compiled
     if parts.matmul_dtype == "fp8":
-        recipe = RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
+        recipe = RECIPE_OF_SCALING.get(parts.fp8_scaling, parts.fp8_scaling)
         facts |= {"matmul": "fp8", "recipe": recipe}
     devices = ClusterSpec.parse(cluster) if cluster else None
     if precision is None and devices is not None:

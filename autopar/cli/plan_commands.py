@@ -22,10 +22,10 @@ from autopar import __version__
 from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
 from autopar.cli.pictures import Pictures, page_options, picture_options
-from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
+from autopar.cli.run_commands import calibrate_command, completion, demo, predict, verify_command
 from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
-from autopar.cli.trace_diff import trace_diff
+from autopar.cli.trace_diff import trace_diff_command
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.pins import parse_pins, pins_help
 
@@ -95,7 +95,7 @@ it.
 """
 
 
-@cli.command(epilog=PINS_HELP)
+@cli.command("explain", epilog=PINS_HELP)
 @click.argument("model", type=options.MODEL, required=False)
 @click.argument("cluster", type=options.CLUSTER, required=False)
 @click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
@@ -126,7 +126,7 @@ it.
 @options.price
 @options.tokens
 @options.target
-@options.search
+@options.search_options
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option(
     "--plan",
@@ -163,7 +163,7 @@ it.
 @picture_options
 @options.as_json
 @click.pass_context
-def explain(
+def explain_command(
     ctx: click.Context,
     pin: str,
     objective: str,
@@ -379,9 +379,9 @@ def _saved_plan(command: Any) -> Any:
     return click.pass_context(added(command))
 
 
-@cli.command()
+@cli.command("replay")
 @_saved_plan
-def replay(ctx: click.Context, **asked: Any) -> None:
+def replay_command(ctx: click.Context, **asked: Any) -> None:
     """Simulate a saved plan, priced anew, beside what it predicts.  Exit code 1 if they disagree.
 
     MODEL and CLUSTER are what the plan says, if they are left out.
@@ -391,9 +391,9 @@ def replay(ctx: click.Context, **asked: Any) -> None:
     _check_saved(ctx, "replay", **asked)
 
 
-@cli.command()
+@cli.command("audit")
 @_saved_plan
-def audit(ctx: click.Context, **asked: Any) -> None:
+def audit_command(ctx: click.Context, **asked: Any) -> None:
     """Price every block and edge of a saved plan from scratch.  Exit code 1 if they do not sum to
     its objective.
 
@@ -433,11 +433,13 @@ def _check_saved(
     type=click.Path(dir_okay=False),
     help="What was chosen (default: planned now).",
 )
-@options.search
+@options.search_options
 @page_options
 @options.as_json
 @click.pass_context
-def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any) -> None:
+def why_not_command(
+    ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any
+) -> None:
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if
     it is impossible or does not fit.
     \u000c
@@ -469,7 +471,7 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
     ctx.exit(0 if answer.pinned is not None else 1)
 
 
-@cli.command()
+@cli.command("compare")
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
 @options.batch
@@ -489,10 +491,12 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
     help="A saved plan to compare.",
 )
 @options.price
-@options.search
+@options.search_options
 @page_options
 @options.as_json
-def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
+def compare_command(
+    pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any
+) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved
     ones.  Without --pin and --plan: the best plan of each family of layouts.
     \u000c
@@ -521,38 +525,38 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
         drawn.write(compare_page(entries, planned.cluster))
 
 
-@cli.command()
+@cli.command("sweep")
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
 @click.option(
     "--gpus",
-    type=options.Numbers(int),
+    type=options.NumberList(int),
     default=(),
     help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.",
 )
 @click.option(
     "--seq",
-    type=options.Numbers(int),
+    type=options.NumberList(int),
     default=(),
     help="Tokens per sequence (default: what the model was designed for).",
 )
 @click.option(
     "--global-batch",
-    type=options.Numbers(int),
+    type=options.NumberList(int),
     required=True,
     help="Sequences per step over all devices.",
 )
 @click.option(
     "--inter-bandwidth",
-    type=options.Numbers(float),
+    type=options.NumberList(float),
     default=(),
     help="GB/s of line rate between nodes, per GPU and direction.",
 )
 @options.price
-@options.search
+@options.search_options
 @page_options
 @options.as_json
-def sweep(
+def sweep_command(
     gpus: tuple[int, ...],
     seq: tuple[int, ...],
     global_batch: tuple[int, ...],
@@ -612,7 +616,7 @@ def sweep(
     type=options.POSITIVE_REAL,
     help="Also find the most robust plan of those at most this many percent slower.",
 )
-@options.search
+@options.search_options
 @options.as_json
 def robust(
     pin: str, off: float, together: bool, near: float | None, as_json: bool, **asked: Any
@@ -647,12 +651,12 @@ def robust(
         show(robust_table(found))
 
 
-@cli.command()
+@cli.command("diff")
 @click.argument("plan_a", type=click.Path(dir_okay=False))
 @click.argument("plan_b", type=click.Path(dir_okay=False))
 @options.as_json
 @click.pass_context
-def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
+def diff_command(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ.
     \u000c
     `plan_a` and `plan_b` are paths of plan files. `as_json`: prints JSON instead of tables, and
@@ -688,10 +692,10 @@ def _note_stale(path: str, plan: Any) -> None:
 
 _LISTS = (
     list_commands.models,
-    list_commands.devices,
+    list_commands.devices_command,
     list_commands.clusters,
     list_commands.cluster,
 )
-_OTHERS = (verify, predict, calibrate, demo, init, trace_diff, completion)
+_OTHERS = (verify_command, predict, calibrate_command, demo, init, trace_diff_command, completion)
 for command in (*job_commands.COMMANDS, *_OTHERS, *_LISTS):
     cli.add_command(command)

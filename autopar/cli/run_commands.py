@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autopar.predict.runs import Problem
 
 
-@click.command(cls=options.Command)
+@click.command("verify", cls=options.Command)
 @click.argument("model", type=options.MODEL)
 @click.option(
     "--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes."
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 )
 @options.as_json
 @click.pass_context
-def verify(
+def verify_command(
     ctx: click.Context,
     model: str,
     nproc: int,
@@ -169,17 +169,17 @@ def predict(
 
 def _constants(as_json: bool) -> None:
     from autopar.predict.constants import constants_json, constants_table
-    from autopar.predict.report import WIDTH
+    from autopar.predict.report import REPORT_WIDTH
 
     if as_json:
         click.echo(constants_json())
     else:
-        show(constants_table(), WIDTH)
+        show(constants_table(), REPORT_WIDTH)
 
 
 def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_json: bool) -> None:
     from autopar.predict.command import predict_files
-    from autopar.predict.report import WIDTH, report_json, report_table
+    from autopar.predict.report import REPORT_WIDTH, report_json, report_table
     from autopar.predict.run import RunPrediction
 
     def priced(run: Run) -> RunPrediction:
@@ -192,7 +192,7 @@ def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_
     if as_json:
         click.echo(report_json(predictions, by))
     else:
-        show(report_table(predictions, by), WIDTH)
+        show(report_table(predictions, by), REPORT_WIDTH)
     if not predictions.results:
         raise AutoparError(_none_predicted(runs, predictions.problems))
 
@@ -225,9 +225,9 @@ def _complete_runs(paths: Sequence[str], pick: Callable[[Run], bool]) -> list[Ru
 def _fit(
     paths: Sequence[str], pick: Callable[[Run], bool], leave_out: Sequence[str], as_json: bool
 ) -> None:
-    from autopar.predict.fit import fit, sensitivities
+    from autopar.predict.fit import fit_constants, sensitivities
     from autopar.predict.fit_report import fit_json, fit_table
-    from autopar.predict.report import WIDTH
+    from autopar.predict.report import REPORT_WIDTH
     from autopar.predict.score import GROUPINGS
 
     runs = _complete_runs(paths, pick)
@@ -235,18 +235,18 @@ def _fit(
         from autopar.predict.evaluate import evaluate
 
         table = sensitivities(runs, evaluate, tell)
-    fits = [fit(table, by) for by in leave_out]
+    fits = [fit_constants(table, by) for by in leave_out]
     if as_json:
         click.echo(fit_json(*fits))
         return
     families = {run.id: GROUPINGS["family"](run) for run in runs}
     for found in fits:
-        show(fit_table(found, families), WIDTH)
+        show(fit_table(found, families), REPORT_WIDTH)
 
 
 def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) -> None:
     from autopar.predict.fit_report import ablation_json, ablation_table
-    from autopar.predict.report import WIDTH
+    from autopar.predict.report import REPORT_WIDTH
 
     runs = [run for run in _complete_runs(paths, pick) if run.measured.step_time_s]
     if not runs:
@@ -260,10 +260,10 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
     if as_json:
         click.echo(ablation_json(found))
     else:
-        show(ablation_table(found), WIDTH)
+        show(ablation_table(found), REPORT_WIDTH)
 
 
-@click.command(cls=options.Command)
+@click.command("calibrate", cls=options.Command)
 @click.option(
     "--nproc",
     type=click.IntRange(1, 64),
@@ -300,7 +300,7 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
 )
 @click.option("--seq", type=options.POSITIVE, help="With --from-run: tokens per sequence.")
 @options.as_json
-def calibrate(
+def calibrate_command(
     nproc: int | None, device: str | None, output: str, as_json: bool, **asked: Any
 ) -> None:
     """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches

@@ -200,10 +200,10 @@ class Planner:
     def _restriction(self, seq: int | None = None) -> Restriction:
         """What the command's target can run of the model."""
         from autopar.targets.job import ModelShape
-        from autopar.targets.model_shape import shape_of
+        from autopar.targets.model_shape import shape_of_spec
         from autopar.targets.registry import restriction_of
 
-        shape = shape_of(self.spec) or ModelShape()
+        shape = shape_of_spec(self.spec) or ModelShape()
         return restriction_of(self.target or "", shape, seq or self.seq)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
@@ -251,7 +251,7 @@ class Planner:
         """
         from autopar.report.command_line import command_line
         from autopar.report.explained import full_report
-        from autopar.text.plan_words import parsed_cluster
+        from autopar.text.plan_words import cluster_of_plan
 
         self.tell("simulating the step" if is_drawn else "pricing other software")
         request = self._made_for(plan, pin, cluster)
@@ -260,7 +260,7 @@ class Planner:
         on, words = plan.cluster_name, ""
         if isinstance(given, str) and not is_part:
             on = given
-        elif parsed_cluster(plan) is None:
+        elif cluster_of_plan(plan) is None:
             on = ""  # no text names it
         options = self._options(plan, on) if on else None
         if options is not None:

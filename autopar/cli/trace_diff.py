@@ -15,7 +15,7 @@ from autopar.cli.terminal import show
 @click.argument("measured", type=click.Path(dir_okay=False))
 @options.as_json
 @click.pass_context
-def trace_diff(ctx: click.Context, predicted: str, measured: str, as_json: bool) -> None:
+def trace_diff_command(ctx: click.Context, predicted: str, measured: str, as_json: bool) -> None:
     """Where a measured step parts from the predicted one, range by range.  Exit code 1 if the order
     of ranges differs.
 

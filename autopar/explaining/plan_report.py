@@ -26,7 +26,7 @@ from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan, Prediction
-from autopar.request.software import software_words
+from autopar.request.software import software_line
 from autopar.text.device_words import (
     assumed_words,
     fullest_rank,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
-    from autopar.explaining.lints import Finding
+    from autopar.explaining.lints import LintFinding
 
 _LIKELY = 5e-4
 """Chance not to fit from which it is printed."""
@@ -84,7 +84,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 def facts_data(
     plan: Plan,
     cluster: Cluster | None,
-    findings: Sequence[Finding] = (),
+    findings: Sequence[LintFinding] = (),
     gains: Sequence[Gain] = (),
     home: Home | None = None,
 ) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def facts_data(
     return first | plan_data(plan) | more
 
 
-def explain(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
+def plan_text(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
     """The report on a plan as plain text: choices, predicted time and memory, certificate,
     runners-up, and the layouts of blocks. `counts` and `more` as in `plan_table`.
     """
@@ -121,7 +121,7 @@ def plan_table(
     plan: Plan,
     counts: BlockCounts | None = None,
     cluster: Cluster | None = None,
-    findings: Sequence[Finding] = (),
+    findings: Sequence[LintFinding] = (),
     tokens: float | None = None,
     layers: bool = True,
     verbose: bool = True,
@@ -244,7 +244,7 @@ def choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]
         yield "offload", f"{what}: {held}{_share_words(cluster, plan.predicted)}"
     yield "precision", plan.precision
     if plan.made_for.cluster:  # files of earlier versions do not say it
-        yield "software", software_words(plan.made_for.software)
+        yield "software", software_line(plan.made_for.software)
     if cluster and (assumed := assumed_words(cluster)):
         yield "efficiencies", assumed
 

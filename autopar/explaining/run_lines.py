@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.plan import Plan
-from autopar.text.plan_words import parsed_cluster
+from autopar.text.plan_words import cluster_of_plan
 
 
 def is_prediction(plan: Plan) -> bool:
@@ -37,7 +37,7 @@ def run_lines(plan: Plan, command: str) -> str:
         parts.append(f"# a plan to train with\n{command} --runnable \\\n    --save plan.json")
     if not plan.runnable or is_prediction(plan):
         name, cluster = f'"{plan.cluster_name}"', ""
-        if parsed_cluster(plan) is None:
+        if cluster_of_plan(plan) is None:
             data = f"plan.made_for.cluster, {name}"
             name, cluster = "cluster", f"cluster = autopar.ClusterSpec.from_data({data})\n"
         parts.append(

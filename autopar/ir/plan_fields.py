@@ -8,7 +8,7 @@ from autopar_cost_models import splits_backward
 
 from autopar.ir.fusion import UNFUSED, Fusion
 from autopar.ir.mesh import MeshShape
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 
 EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
 """The note on a plan whose file was edited after it was saved, and is still a valid plan."""
@@ -24,8 +24,8 @@ class AxisChoice:
     """
 
     strategy: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[AxisLayout, ...]
+    outputs: tuple[AxisLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ def exported_job(plan: Plan, target: str, model: str | None = None) -> tuple[Job
 
 def _shape(model: str, asked: bool) -> ModelShape:
     from autopar.models import parse_model
-    from autopar.targets.model_shape import shape_of
+    from autopar.targets.model_shape import shape_of_spec
 
     try:
-        return shape_of(parse_model(model)) or ModelShape()
+        return shape_of_spec(parse_model(model)) or ModelShape()
     except AutoparError:
         if asked:
             raise

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopar.errors import AutoparError
 from autopar.models.base import NativeSpec
 from autopar.models.moe import MoEConfig
-from autopar.predict.models import config_of
+from autopar.predict.models import run_config
 from autopar.predict.run import Dims, Latent
 from autopar.targets.job import ModelShape
 
@@ -55,9 +55,9 @@ def _latent(shape: ModelShape) -> Latent | None:
     return Latent(query or shape.hidden, *rest)
 
 
-def spec_of(shape: ModelShape, seq: int) -> NativeSpec:
+def spec_of_shape(shape: ModelShape, seq: int) -> NativeSpec:
     """The spec of a reference model with these dimensions. Raises AutoparError as `dims_of`."""
-    config = config_of(dims_of(shape, seq))
+    config = run_config(dims_of(shape, seq))
     if isinstance(config, MoEConfig) and shape.expert_layers:
         config = replace(config, first_dense=0, expert_layers=shape.expert_layers)
     return NativeSpec.of("the job's model", config)

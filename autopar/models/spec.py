@@ -9,7 +9,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 
 from .base import ModelSpec, NativeSpec
-from .configs import CONFIGS, FAMILIES, NativeConfig
+from .configs import CONFIGS, FAMILY_CONFIGS, NativeConfig
 from .diffusion import DiffusionSpec, DiTConfig, FluxConfig
 from .function import FunctionSpec
 from .hf import HFSpec
@@ -108,7 +108,7 @@ def _unknown_name(text: str) -> str:
 
 
 def _parse_dimensions(family: str, text: str) -> NativeConfig:
-    make, keys = FAMILIES[family], _KEYS[family]
+    make, keys = FAMILY_CONFIGS[family], _KEYS[family]
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))

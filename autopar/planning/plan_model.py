@@ -11,7 +11,7 @@ from autopar.errors import AutoparError, shown
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import check_consistent
 from autopar.ir.plan_fields import BlockPlan
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.legal import check_legal
 from autopar.ops.values import is_getitem, ops, value_grads
@@ -83,7 +83,7 @@ def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -
                     )
 
 
-def _names(strategy: str, layout: Layout, dims: int) -> bool:
+def _names(strategy: str, layout: AxisLayout, dims: int) -> bool:
     """Whether `strategy` is the text of `layout`, and this is possible for a tensor with `dims`
     dims.
     """

@@ -60,6 +60,6 @@ def _of_machine(run: Run) -> Iterable[Assumed]:
         yield Assumed("network", f"kind and efficiency of Ethernet, {rate}", why)
 
 
-def counted(runs: Iterable[Run]) -> list[tuple[Assumed, int]]:
+def assumed_counts(runs: Iterable[Run]) -> list[tuple[Assumed, int]]:
     """(what is assumed, for how many of the runs), the most frequent first."""
     return Counter(assumed for run in runs for assumed in assumed_of(run)).most_common()

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
+from autopar_cost_models.constants import GIB
 from autopar_cost_models.memory_error import FIT_CHANCE, SPREAD
 
-from autopar.predict.assumed import Assumed, assumed_of, counted
+from autopar.predict.assumed import Assumed, assumed_counts, assumed_of
 from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
 from autopar.predict.run import Run
@@ -35,12 +36,11 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-GIB = 2**30
 SURE = 0.9
 """Chance to fit below which a prediction is marked as near the limit of memory."""
 GOOD_ORDER, GOOD_REGRET = 0.85, 0.03
 """Spearman's correlation and regret that a large group should reach: the report counts the groups."""
-WIDTH = 150
+REPORT_WIDTH = 150
 """Width of the tables in columns if stdout is not a terminal."""
 
 
@@ -173,7 +173,7 @@ def _rows(predictions: Predictions) -> Grid:
         rows.append(
             (
                 run.id + ("" if run.complete else " (incomplete)"),
-                layout_words(run),
+                run_layout_words(run),
                 _seconds(predicted.step_time_s),
                 "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
                 _signed(result.time_error),
@@ -191,7 +191,9 @@ def _rows(predictions: Predictions) -> Grid:
 
 
 def _assumed(predictions: Predictions) -> list[tuple[Assumed, int]]:
-    return counted(result.run for result in (*predictions.results, *predictions.out_of_memory))
+    return assumed_counts(
+        result.run for result in (*predictions.results, *predictions.out_of_memory)
+    )
 
 
 def _assumed_table(assumed: Iterable[tuple[Assumed, int]]) -> Grid:
@@ -207,7 +209,7 @@ def _limit_mark(result: Scored) -> str:
     return " ~" if (result.fit_chance or 1.0) < SURE else ""
 
 
-def layout_words(run: Run) -> str:
+def run_layout_words(run: Run) -> str:
     """A layout in short form, such as `tp8 pp6 dp8 mb4 zero1 recompute full bf16`. Degrees of 1 are
     omitted.
     """
@@ -227,10 +229,10 @@ def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(t.count),
-            percent(t.mape),
-            percent(t.median),
+            finite_percent(t.mape),
+            finite_percent(t.median),
             _signed(t.bias),
-            percent(t.within_10),
+            finite_percent(t.within_10),
         )
         for name, t in ((name, scores.time) for name, scores in sets.items())
     ]
@@ -243,8 +245,8 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(m.count),
-            percent(m.mape),
-            percent(m.median),
+            finite_percent(m.mape),
+            finite_percent(m.median),
             _signed(m.bias),
             str(len(m.under)),
             _share(len(m.far_under), m.count),
@@ -268,7 +270,7 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
 
 
 def _share(count: int, of: int) -> str:
-    return f"{count} ({percent(count / of)})" if of else "-"
+    return f"{count} ({finite_percent(count / of)})" if of else "-"
 
 
 def _worst(scores: Scores) -> Grid:
@@ -290,9 +292,9 @@ def _ranking(scores: Scores) -> Grid:
         regrets = [group.regret for group in rank.large]
         right = sum(group.pairs_right for group in rank.large)
         pairs = f"{right} of {sum(group.pairs for group in rank.large)}"
-        means = (_number(mean(orders)), percent(mean(regrets)), pairs)
+        means = (_number(mean(orders)), finite_percent(mean(regrets)), pairs)
         rows.append(("  mean (pairs: all)", "", *means))
-        rows.append(("  the worst", "", _number(min(orders)), percent(max(regrets)), ""))
+        rows.append(("  the worst", "", _number(min(orders)), finite_percent(max(regrets)), ""))
         good = [
             sum(order >= GOOD_ORDER for order in orders),
             sum(r <= GOOD_REGRET for r in regrets),
@@ -310,7 +312,7 @@ def _ranking(scores: Scores) -> Grid:
 
 
 def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
-    return _number(of.spearman), percent(of.regret), f"{of.pairs_right} of {of.pairs}"
+    return _number(of.spearman), finite_percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
 def _chances(memory: MemoryScore) -> list[Grid]:
@@ -319,7 +321,7 @@ def _chances(memory: MemoryScore) -> list[Grid]:
     for fit in memory.spreads:
         title = f"Chances to fit, spread {fit.spread:.3f} fitted on {fit.count} runs ({fit.name})"
         table = _reliability(title, fit.reliability)
-        table.caption = f"area under the ROC curve: {percent(fit.separation)}\n"
+        table.caption = f"area under the ROC curve: {finite_percent(fit.separation)}\n"
         found.append(table)
     return found
 
@@ -327,10 +329,10 @@ def _chances(memory: MemoryScore) -> list[Grid]:
 def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
     texts = [
         (
-            f"{percent(r.low)} to {percent(r.high)}",
+            f"{finite_percent(r.low)} to {finite_percent(r.high)}",
             str(r.count),
-            percent(r.chance),
-            percent(r.ran),
+            finite_percent(r.chance),
+            finite_percent(r.ran),
         )
         for r in rows
     ]
@@ -354,7 +356,7 @@ def _verdicts(scores: Scores) -> list[str]:
     if memory.outcomes is not None:
         fit = memory.outcomes
         lines.append(
-            f"Which of {fit.count} layouts ran gives memory a spread of {fit.spread:.2f}; {percent(fit.crashed)} fail at any size."
+            f"Which of {fit.count} layouts ran gives memory a spread of {fit.spread:.2f}; {finite_percent(fit.crashed)} fail at any size."
         )
     if memory.out_of_memory:
         lines.append(
@@ -362,8 +364,8 @@ def _verdicts(scores: Scores) -> list[str]:
             + (f": {', '.join(memory.accepted)}" if memory.accepted else ".")
         )
         lines.append(
-            f"The chance to fit is higher for a layout that ran than for one that failed in {percent(memory.separation)} of all pairs "
-            "(area under the ROC curve)."
+            "The chance to fit is higher for a layout that ran than for one that failed in "
+            f"{finite_percent(memory.separation)} of all pairs (area under the ROC curve)."
         )
     return lines
 
@@ -374,9 +376,9 @@ def _sure_words(memory: MemoryScore) -> str:
     printed = memory.judged - memory.unprinted
     known = len(memory.unsure) - memory.unsure_unprinted
     return (
-        f"Of {memory.sure} layouts with a chance to fit of at least {percent(FIT_CHANCE)}, {percent(share)} ran. "
-        f"{percent(len(memory.unsure) / memory.judged)} of the {memory.judged} layouts that ran have a lower chance, and "
-        f"{percent(known / printed if printed else nan)} of the {printed} whose recomputation is printed."
+        f"Of {memory.sure} layouts with a chance to fit of at least {finite_percent(FIT_CHANCE)}, {finite_percent(share)} ran. "
+        f"{finite_percent(len(memory.unsure) / memory.judged)} of the {memory.judged} layouts that ran have a lower chance, and "
+        f"{finite_percent(known / printed if printed else nan)} of the {printed} whose recomputation is printed."
     )
 
 
@@ -397,7 +399,7 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value / GIB:.1f}"
 
 
-def percent(share: float) -> str:
+def finite_percent(share: float) -> str:
     """A share as `12.3 %`; `-` unless it is finite."""
     return f"{100 * share:.1f} %" if isfinite(share) else "-"
 

@@ -29,7 +29,16 @@ from autopar.predict.options import (
     read_sharding,
     unknown_words,
 )
-from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
+from autopar.predict.run import (
+    Degrees,
+    Dims,
+    Latent,
+    Machine,
+    Measured,
+    Precision,
+    Run,
+    RunSoftware,
+)
 
 REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
@@ -161,7 +170,7 @@ def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
         machine=make(Machine),
         degrees=make(Degrees),
         precision=make(Precision),
-        software=make(Software),
+        software=make(RunSoftware),
         global_batch=row["global_batch"],
         measured=_measured(cells, row),
         complete=scored and not ignored,  # what is not known may matter

@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.refit.measured_run import MeasuredRun, Transfer
 from autopar.refit.rates import (
-    MOST,
+    MOST_FACTOR,
     factor_for,
     with_compute,
     with_link,
@@ -47,7 +47,7 @@ _STEP_CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FittedRate:
     """A fitted rate: its name, its value before and after, and what showed it. `unit` is '' for a
     share of the datasheet's rate.
     """
@@ -67,7 +67,7 @@ class Refit:
 
     run: MeasuredRun
     cluster: ClusterSpec
-    changes: tuple[Change, ...]
+    changes: tuple[FittedRate, ...]
     unseen: tuple[str, ...]
     before: Price | None = None
     after: Price | None = None
@@ -79,7 +79,7 @@ class _Fit:
     """A fit under way."""
 
     cluster: ClusterSpec
-    changes: list[Change] = field(default_factory=list)
+    changes: list[FittedRate] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
 
@@ -178,7 +178,7 @@ def _fit_dtype(fit: _Fit, run: MeasuredRun, dtype: str) -> bool:
         return False
     before = device.achieved_flops(dtype) / device.peak_flops(dtype)
     shown_by = f"{len(own):,} products of the trace"
-    fit.changes.append(Change(what, before, before * factor, shown_by))
+    fit.changes.append(FittedRate(what, before, before * factor, shown_by))
     fit.cluster = replace(fit.cluster, device=with_products(device, (dtype,), factor))
     return True
 
@@ -205,7 +205,7 @@ def _fit_memory(fit: _Fit, run: MeasuredRun) -> None:
         return
     shown_by = f"{len(large):,} element-wise kernels of the trace"
     before = device.bandwidth_efficiency
-    fit.changes.append(Change("memory", before, before * factor, shown_by))
+    fit.changes.append(FittedRate("memory", before, before * factor, shown_by))
     fit.cluster = replace(fit.cluster, device=with_memory(device, factor))
 
 
@@ -234,7 +234,7 @@ def _fit_links(fit: _Fit, run: MeasuredRun) -> bool:
             continue
         before = getattr(topology, side).efficiency
         shown_by = f"{len(own):,} collectives of the trace"
-        fit.changes.append(Change(words, before, before * factor, shown_by))
+        fit.changes.append(FittedRate(words, before, before * factor, shown_by))
         fit.cluster, fitted = with_link(fit.cluster, side, factor), True
     return fitted
 
@@ -274,7 +274,7 @@ def _fit_gaps(fit: _Fit, run: MeasuredRun) -> None:
     device, gap_s = fit.cluster.device, median(run.gaps_s)
     fit.cluster = replace(fit.cluster, device=replace(device, launch_s=gap_s))
     shown_by = f"{len(run.gaps_s):,} gaps between kernels"
-    fit.changes.append(Change("launch", device.launch_s * 1e6, gap_s * 1e6, shown_by, "us"))
+    fit.changes.append(FittedRate("launch", device.launch_s * 1e6, gap_s * 1e6, shown_by, "us"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- by step
@@ -323,10 +323,10 @@ def _fit_whole(
     for dtype in device.flops:
         share = device.achieved_flops(dtype) / device.peak_flops(dtype)
         fitted = share * factor if dtype in device.matmul_curves else min(share * factor, 1.0)
-        fit.changes.append(Change(f"products in {dtype}", share, fitted, shown_by))
+        fit.changes.append(FittedRate(f"products in {dtype}", share, fitted, shown_by))
     share = device.bandwidth_efficiency
     fitted = share * factor if device.memory_curve is not None else min(share * factor, 1.0)
-    fit.changes.append(Change("memory", share, fitted, shown_by))
+    fit.changes.append(FittedRate("memory", share, fitted, shown_by))
     fit.unseen.append(
         "products apart from memory: one number changes both rates of the device by one factor"
     )
@@ -350,12 +350,12 @@ def _fit_exchange(fit: _Fit, ran: WhatRan, exchange_s: float) -> None:
         return
     share = start.topology.intra.efficiency
     fit.changes.append(
-        Change("link inside a node", share, share * factor, "collectives inside passes")
+        FittedRate("link inside a node", share, share * factor, "collectives inside passes")
     )
     fit.cluster = with_link(start, "intra", factor)
 
 
-def _beyond(what: str, cluster: ClusterSpec, most: float = MOST) -> str:
+def _beyond(what: str, cluster: ClusterSpec, most: float = MOST_FACTOR) -> str:
     near = f"no rate within a factor of {most:g}, and up to the datasheet's, explains it"
     return f"{what}: {near}; is this {cluster.device.name}, as in {cluster.name}?"
 

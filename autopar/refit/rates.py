@@ -10,7 +10,7 @@ from autopar_cost_models.curves import Curve
 
 from autopar.ir.cluster import ClusterSpec
 
-MOST = 8.0
+MOST_FACTOR = 8.0
 """The largest factor of a rate that is looked for."""
 
 
@@ -61,7 +61,10 @@ def with_link(cluster: ClusterSpec, side: str, factor: float) -> ClusterSpec:
 
 
 def factor_for(
-    seconds: Callable[[float], float], wanted_s: float, most: float = MOST, close: float = 1e-6
+    seconds: Callable[[float], float],
+    wanted_s: float,
+    most: float = MOST_FACTOR,
+    close: float = 1e-6,
 ) -> float | None:
     """The factor of a rate at which `seconds(factor)`, which falls as it grows, is `wanted_s`, to a
     relative `close`. None if no factor from 1 / `most` to `most` is: the rate does not explain it.

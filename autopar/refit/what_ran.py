@@ -10,8 +10,7 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.jobs.pricing import setting_of as job_setting
-from autopar.jobs.pricing import unlimited
+from autopar.jobs.pricing import job_setting, unlimited
 from autopar.jobs.verdicts import withheld
 from autopar.models import parse_model
 from autopar.planning.model_facts import as_planned

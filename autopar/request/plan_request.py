@@ -9,7 +9,7 @@ from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster
-from autopar.ir.mesh import MOST
+from autopar.ir.mesh import MOST_DEVICES
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
 from autopar.request.restriction import Restriction
@@ -57,9 +57,10 @@ class PlanRequest:
             raise AutoparError(
                 f"global_batch={shown(self.global_batch)} must be a whole number >= 1"
             )
-        if max(self.global_batch, self.cluster.num_devices) > MOST:
+        if max(self.global_batch, self.cluster.num_devices) > MOST_DEVICES:
             raise AutoparError(
-                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
+                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: "
+                f"at most {MOST_DEVICES:,} of each can be planned"
             )
         if self.precision not in PRECISIONS:
             raise AutoparError(

@@ -266,7 +266,7 @@ _SAID = ("compiled", "attention_kernel", "matmul_dtype", "fp8_head", "fp8_scalin
 """Fields of `Software` that its text says, or that are no software."""
 
 
-def software_words(data: Mapping[str, Any]) -> str:
+def software_line(data: Mapping[str, Any]) -> str:
     """The software that `Software.as_data` describes, as one line: what its text says, then every
     other field that is not the default.
     """

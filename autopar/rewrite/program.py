@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import RP, Layout, P
-from autopar.ir.traced import ParameterSpec, Source, StepValues, TracedModel
+from autopar.ir.sharding import RP, AxisLayout, P
+from autopar.ir.traced import InputSource, ParameterSpec, StepValues, TracedModel
 from autopar.ops.values import output_nodes, value_grads, value_name
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
@@ -29,14 +29,14 @@ from autopar.rewrite.overlap import overlap
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.root import (
     RootGraph,
-    Value,
+    SegmentValue,
+    fake_loss,
     input_layouts,
-    loss_of,
     module_name,
     segments_of,
 )
 from autopar.rewrite.shard import ClassSharder
-from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
+from autopar.rewrite.stages import Stage, cut_stages, holders_of, steady_values
 from autopar.trace.fusion.fused import fused
 
 
@@ -62,8 +62,8 @@ class StageProgram:
 
     stage: Stage
     module: GraphModule
-    received: tuple[Value, ...]
-    sent: tuple[Value, ...]
+    received: tuple[SegmentValue, ...]
+    sent: tuple[SegmentValue, ...]
     draws: bool
     updates: tuple[str, ...]
 
@@ -153,7 +153,7 @@ def assemble(
     Raises AutoparError if the plan does not fit the model.
     """
     traced, mesh = fused(traced, plan.fusion.mode), plan.mesh
-    stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
+    stages = cut_stages(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
     own = [
         stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole
     ]
@@ -186,7 +186,7 @@ def assemble(
         inputs={name: input_layouts(val, mesh) for name, val in traced.graph_inputs.items()},
         whole_inputs=dict(zip(traced.inputs, traced.input_vals, strict=True)),
         step_values=traced.step_values,
-        loss=loss_of(traced),
+        loss=fake_loss(traced),
         holders=holders_of(traced, stages, mesh),
         loss_axes=tuple(axis for axis in mesh.active if loss[axis].inputs[0] == P),
     )
@@ -256,9 +256,9 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 
 
 def _crossing(
-    traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
-) -> Value:
-    """The `Value` that describes output `source.index` of segment `source.segment`, which another
+    traced: TracedModel, plan: Plan, choices: list[Key], source: InputSource, steady: bool
+) -> SegmentValue:
+    """The `SegmentValue` that describes output `source.index` of segment `source.segment`, which another
     stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient. `choices`
     has (class, plan's block) of each segment.
     """
@@ -269,7 +269,7 @@ def _crossing(
     layouts = {axis: chosen[axis].inputs[0] for axis in plan.mesh.active}
     name = f"{module_name(segment.name)}_{node.name}"
     has_gradient = value_grads(graph)[value_name(node)]
-    return Value(name, node.meta["val"], layouts, has_gradient, steady and not has_gradient)
+    return SegmentValue(name, node.meta["val"], layouts, has_gradient, steady and not has_gradient)
 
 
 def stored_layouts(
@@ -305,13 +305,13 @@ def stored_layouts(
     return layouts
 
 
-def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], Layout]:
+def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], AxisLayout]:
     """By (parameter, axis), the layout that all its holders agree on; R/P if one of them has that.
     `held` lists (parameter, a holder's layouts).
 
     Raises AutoparError if holders place the tensor differently, or as a partial sum.
     """
-    agreed: dict[tuple[str, str], Layout] = {}
+    agreed: dict[tuple[str, str], AxisLayout] = {}
     for name, mine in held:
         for axis, layout in mine.items():
             # every rank would hold the whole and take it for a summand

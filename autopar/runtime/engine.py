@@ -42,7 +42,7 @@ from autopar.runtime.state.clipping import Clip
 from autopar.runtime.state.holding import HOST, Holding
 from autopar.runtime.state.materialize import materialize
 from autopar.runtime.state.parameters import Parameters
-from autopar.runtime.state.precision import PRECISIONS, LossScale
+from autopar.runtime.state.precision import PRECISION_DTYPES, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters
 from autopar.runtime.state.weights import Weights
@@ -61,9 +61,9 @@ def _checked_compiler(
     run the plan, or not with these options.
     """
     compiler = Compiler(compile)
-    if plan.precision not in PRECISIONS:
+    if plan.precision not in PRECISION_DTYPES:
         raise AutoparError(
-            f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
+            f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISION_DTYPES)}"
         )
     if plan.runnable:
         raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")

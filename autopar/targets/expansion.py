@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.errors import AutoparError
-from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.shell_words import (
     CLOSE,
     MOST_CHARACTERS,
     OPEN,
-    Part,
     Word,
+    WordPart,
     document_word,
     parse_text,
 )
 
 MOST_WORDS = 100_000
 """The most words of an expanded value."""
-Value = str | tuple[str, ...]
+ShellValue = str | tuple[str, ...]
 Place = tuple[int, str]
 """The line of a command in a script, and its first word."""
 MOST_EXPANDED = 30_000_000
@@ -79,8 +79,8 @@ class Script:
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    variables: dict[str, Value] = field(default_factory=dict)
-    environment: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, ShellValue] = field(default_factory=dict)
+    environment: dict[str, ShellValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: dict[str, Place] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -168,7 +168,9 @@ class Expansion:
             if part.kind == "text" and not part.quoted and (braces := _BRACES.search(part.text)):
                 texts = (part.text[: braces.start()] + piece + part.text[braces.end() :]
                          for piece in _alternatives(braces))  # fmt: skip
-                words = ((*word[:at], Part("text", text, False), *word[at + 1 :]) for text in texts)
+                words = (
+                    (*word[:at], WordPart("text", text, False), *word[at + 1 :]) for text in texts
+                )
                 if part.text.count("{") > MOST_BRACES:
                     return [unknown(part.text[:60])]
                 listed: list[str] = []
@@ -207,7 +209,7 @@ class Expansion:
         inside = f"[^{blanks}]" if blanks else r"[\s\S]"
         return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|{inside})+", value)
 
-    def _part(self, part: Part) -> tuple[str, ...]:
+    def _part(self, part: WordPart) -> tuple[str, ...]:
         if part.kind == "text":
             return (part.text,)
         if part.kind == "place":
@@ -220,7 +222,7 @@ class Expansion:
         if part.kind == "sum":
             try:
                 inner = self.text(parse_text(part.text))
-                return (str(evaluate(inner, self.script.text_of)),)
+                return (str(arithmetic_value(inner, self.script.text_of)),)
             except NotANumber:
                 return (unknown(f"$(({part.text.strip()[:60]}))"),)
         return self._variable(part.text)

@@ -15,7 +15,7 @@ from autopar.targets.expansion import is_known
 from autopar.targets.job import FilePart, Finding
 from autopar.targets.target import Source
 
-MOST_DEPTH = 8
+_MOST_DEPTH = 8
 """The most files that extend each other in a row."""
 
 _KEYS = ("defaults", "extends", "includes", "base_config", "config", "model")
@@ -68,11 +68,11 @@ def named_configurations(
     findings: list[Finding] = []
     for name in re.findall(r"--config-name[ =]['\"]?([\w./-]+)", text):
         file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-        found = merged(found, _read(file, "", source, findings, 0))
+        found = merged_mappings(found, _read(file, "", source, findings, 0))
     for group, name in groups:
         if not _PATHS.search(group):
             base = _read(f"{group}/{name}.yaml", "", source, findings, 0)
-            found = merged(found, {group: base})
+            found = merged_mappings(found, {group: base})
     return found, findings
 
 
@@ -102,18 +102,18 @@ def _over_bases(
         if isinstance(value, Mapping):
             inner = {str(k): v for k, v in value.items()}
             value = _over_bases(inner, folder, source, findings, depth)
-        own = merged(own, {key: value})
+        own = merged_mappings(own, {key: value})
     bases = list(_bases(data))
     found: dict[str, object] = {}
     for base in [*bases, *([] if _OWN in bases else [_OWN])]:
         if base is _OWN:
-            found = merged(found, own)
+            found = merged_mappings(found, own)
             continue
         values = _read(base.name, folder, source, findings, depth, base.needed)
         under = _package(base, folder, source)
         for part in reversed(under.split(".") if under else ()):
             values = {part: values}
-        found = merged(found, values)
+        found = merged_mappings(found, values)
     return found
 
 
@@ -174,7 +174,7 @@ def _read(
 ) -> Mapping[str, object]:
     """The mapping of another file over what it extends; {} with a finding if it is not there."""
     path = posixpath.normpath(posixpath.join(folder, name))
-    text = source.read_file(path) if depth < MOST_DEPTH else None
+    text = source.read_file(path) if depth < _MOST_DEPTH else None
     if text is None and not needed:
         return {}
     if text is None:
@@ -194,11 +194,11 @@ def _package(base: _Base, folder: str, source: Source) -> str:
     return "" if said[1] == "_global_" else said[1]
 
 
-def merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+def merged_mappings(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
     """Nested mappings, of which the second counts where both have a value."""
     found = dict(base)
     for key, value in over.items():
         old = found.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+        found[key] = merged_mappings(old, value) if both else value  # type: ignore[arg-type]
     return found

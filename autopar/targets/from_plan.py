@@ -10,7 +10,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
-from autopar.request.frameworks import RECIPES
+from autopar.request.frameworks import RECIPE_OF_SCALING
 from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 
@@ -131,7 +131,7 @@ def job_of_plan(
     software = Software.from_data(plan.made_for.software)
     facts = Facts(
         precision,
-        RECIPES.get(software.fp8_scaling, software.fp8_scaling)
+        RECIPE_OF_SCALING.get(software.fp8_scaling, software.fp8_scaling)
         if software.matmul_dtype == "fp8"
         else "",
         dp_overlap=software.dp_overlap,

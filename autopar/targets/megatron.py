@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from autopar.targets.megatron_options import stages_for
+from autopar.targets.megatron_options import megatron_stages
 from autopar.targets.megatron_read import looks_like_megatron, read_megatron
-from autopar.targets.megatron_rules import refusals, restriction
-from autopar.targets.megatron_words import ASPECTS, held, within, words_of
-from autopar.targets.megatron_write import flags_of, write_megatron
+from autopar.targets.megatron_rules import megatron_refusals, megatron_restriction
+from autopar.targets.megatron_words import (
+    MEGATRON_ASPECTS,
+    megatron_held_pins,
+    megatron_words,
+    within,
+)
+from autopar.targets.megatron_write import megatron_flags, write_megatron
 from autopar.targets.target import Target
 
 MEGATRON = Target(
@@ -14,19 +19,19 @@ MEGATRON = Target(
     "Megatron-LM (megatron-core 0.19)",
     looks_like_megatron,
     read_megatron,
-    refusals,
-    restriction,
+    megatron_refusals,
+    megatron_restriction,
     write_megatron,
     "megatron",
-    flags_of,
+    megatron_flags,
     ("megatron-lm", "mcore"),
     dashes="--",
     sharding="dist_optimizer",
     overlaps=True,
-    stages=stages_for,
-    words=words_of,
-    aspects=ASPECTS,
-    held=held,
+    stages=megatron_stages,
+    words=megatron_words,
+    aspects=MEGATRON_ASPECTS,
+    held=megatron_held_pins,
     within=within,
 )
 """Megatron-LM."""

@@ -48,7 +48,7 @@ TARGETS: dict[str, Target] = {
 
 _READS_ARGUMENTS = re.compile(r"\$\{?[#!]?[1-9@*]|\bshift\b")
 """A place where a script reads its arguments."""
-MOST_UP = 4
+_MOST_UP = 4
 """The most folders above a job in which files that it names are looked for."""
 
 
@@ -75,11 +75,11 @@ def restriction_of(name: str, shape: ModelShape, seq: int) -> Restriction:
 
 def file_near(folder: Path, name: str) -> Path | None:
     """The file that a job in `folder` names. Jobs are started from elsewhere: a name is looked for
-    from the folder, in it, and from the `MOST_UP` folders above it, also by the end of its path.
+    from the folder, in it, and from the `_MOST_UP` folders above it, also by the end of its path.
     """
     parts = Path(name).parts
     ends = [Path(*parts[start:]) for start in range(len(parts) - 1)]
-    above = list(folder.resolve().parents)[:MOST_UP]
+    above = list(folder.resolve().parents)[:_MOST_UP]
     places = [folder / name, folder / Path(name).name, *(up / name for up in above)]
     places += [up / end for end in ends for up in (folder, *above) if not end.is_absolute()]
     return next((place for place in places if place.is_file()), None)
@@ -107,13 +107,13 @@ def _reader_of(source: Source) -> Callable[[Source], Job] | None:
     """What reads a file, by its form; None if nothing does. Raises AutoparError for a job of a
     framework that autopar does not read.
     """
-    if primus.reads(source):
-        return primus.read
+    if primus.reads_primus(source):
+        return primus.read_primus
     refuse_unread(source)
     for known in TARGETS.values():
         if known.reads(source):
             return known.read
-    return trainers.read if trainers.reads(source) else None
+    return trainers.read_trainer if trainers.reads_trainer(source) else None
 
 
 def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | None = None) -> Job:

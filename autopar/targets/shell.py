@@ -19,16 +19,16 @@ from autopar.targets.expansion import (
     LOST,
     Place,
     Script,
-    Value,
+    ShellValue,
     is_known,
     shown_value,
     unknown,
 )
 from autopar.targets.script_files import ReadFile, ScriptFiles
-from autopar.targets.shell_commands import Block, Command, Node, parse
-from autopar.targets.shell_words import CLOSE, Part, Word
+from autopar.targets.shell_commands import Block, Node, ShellCommand, parse
+from autopar.targets.shell_words import CLOSE, Word, WordPart
 
-MOST_STEPS = 20_000
+_MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
 
 _ENVIRONMENT = re.compile(
@@ -56,7 +56,7 @@ def read_script(
     return script
 
 
-def _batch_variables(text: str) -> dict[str, Value]:
+def _batch_variables(text: str) -> dict[str, ShellValue]:
     """The variables that Slurm sets, as far as `#SBATCH` lines fix them."""
     options: dict[str, str] = {}
     letters = {"-N": "--nodes", "-n": "--ntasks"}
@@ -68,7 +68,7 @@ def _batch_variables(text: str) -> dict[str, Value]:
     gpus = re.search(r"gpu:(?:[\w.-]+:)?(\d+)", options.get("--gres", ""))
     each = numbers.get("--gpus-per-node") or (int(gpus[1]) if gpus else 0)
     each = each or int((re.search(r"(\d+)$", options.get("--gpus-per-node", "")) or [0, 0])[1])
-    found_values: dict[str, Value] = {}
+    found_values: dict[str, ShellValue] = {}
     if nodes := numbers.get("--nodes"):
         found_values |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(nodes))
     tasks = numbers.get("--ntasks") or (nodes or 0) * numbers.get("--ntasks-per-node", 0)
@@ -99,7 +99,7 @@ class _Return(Exception):
 
 def _shifts(nodes: Sequence[Node]) -> bool:
     """Whether one of the commands drops arguments."""
-    shift = (Part("text", "shift", False),)
+    shift = (WordPart("text", "shift", False),)
     return any(
         any(_shifts(body) for _, body in node.branches)
         if isinstance(node, Block)
@@ -144,8 +144,8 @@ class _Reader(ScriptFiles):
         joined = ";"
         for node in nodes:
             self.script.steps += 1
-            if self.script.steps > MOST_STEPS:
-                raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
+            if self.script.steps > _MOST_STEPS:
+                raise AutoparError(f"the script has more than {_MOST_STEPS:,} commands")
             # `test && command`: the command runs only if the test says so
             before = joined
             runs = True if before not in ("&&", "||") else status
@@ -154,8 +154,8 @@ class _Reader(ScriptFiles):
             if runs is not False:
                 self._block(node) if isinstance(node, Block) else self._command(node)
             self.unsure -= runs is None
-            joined = node.end if isinstance(node, Command) else ";"
-            if isinstance(node, Command) and runs is not False and joined in ("&&", "||"):
+            joined = node.end if isinstance(node, ShellCommand) else ";"
+            if isinstance(node, ShellCommand) and runs is not False and joined in ("&&", "||"):
                 decides = self.is_test(node) or self._is_function(node)
                 own = self.decided(node) if decides else self.test(node)
                 if own is None and not decides:
@@ -175,7 +175,7 @@ class _Reader(ScriptFiles):
         else:
             self._loop(node)
 
-    def _is_function(self, node: Command) -> bool:
+    def _is_function(self, node: ShellCommand) -> bool:
         return bool(node.words and node.words[0]) and node.words[0][0].text in self.functions
 
     def _subshell(self, node: Block) -> None:
@@ -190,8 +190,8 @@ class _Reader(ScriptFiles):
         """Whether a condition holds; None if the file does not tell. Programs in it are run."""
         truth = self.truth_of(nodes)
         for node in nodes:
-            if isinstance(node, Command) and not self.is_test(node):
-                first = node.words[:1] == ((Part("text", "!", False),),)
+            if isinstance(node, ShellCommand) and not self.is_test(node):
+                first = node.words[:1] == ((WordPart("text", "!", False),),)
                 self._command(replace(node, words=node.words[1:]) if first else node)
         return truth
 
@@ -238,7 +238,7 @@ class _Reader(ScriptFiles):
         """Reads a loop over known arguments, or over one word, as often as it runs. Of another one
         it is not known which value its variable has: each may be a job of its own.
         """
-        words = head[0].words if len(head) == 1 and isinstance(head[0], Command) else ()
+        words = head[0].words if len(head) == 1 and isinstance(head[0], ShellCommand) else ()
         name = self.text(words[0]) if words else ""
         if not re.fullmatch(r"[A-Za-z_]\w*", name):  # `for ((I = 0; ...))`
             self._unsurely([body])
@@ -283,7 +283,7 @@ class _Reader(ScriptFiles):
 
     def _case(self, node: Block) -> None:
         condition = node.branches[0][0]
-        words = condition[0].words if condition and isinstance(condition[0], Command) else ()
+        words = condition[0].words if condition and isinstance(condition[0], ShellCommand) else ()
         subject = "".join(self.text_in_test(word) for word in words[:1])
         if not is_known(subject):
             branch = self.script.branch((node.line, "case"), len(node.branches) - 1)
@@ -292,7 +292,7 @@ class _Reader(ScriptFiles):
             return
         for number, (condition, body) in enumerate(node.branches[1:], 1):
             command = condition[0] if condition else None
-            choices = command.words if isinstance(command, Command) else ()
+            choices = command.words if isinstance(command, ShellCommand) else ()
             patterns = [self.pattern(choice) for choice in choices]
             if not all(map(is_known, patterns)):
                 self._unsurely(body for _, body in node.branches[number:])
@@ -301,7 +301,7 @@ class _Reader(ScriptFiles):
                 self._run(body)
                 return
 
-    def _command(self, node: Command) -> None:
+    def _command(self, node: ShellCommand) -> None:
         arrays, at = dict(node.arrays), 0
         words, before = list(node.words), dict(self.script.variables)
         leads = len(words[0]) == 1 and words[0][0].kind == "text" if words else False
@@ -340,7 +340,7 @@ class _Reader(ScriptFiles):
             if not is_known(text) and not all(part.quoted or part.kind == "text" for part in word):
                 self.script.note(f"{shown_value(text)} is taken to be one word")
 
-    def _call(self, words: tuple[str, ...], node: Command) -> None:
+    def _call(self, words: tuple[str, ...], node: ShellCommand) -> None:
         name = words[0]
         if name in self.functions:
             self._function(name, words[1:])
@@ -391,7 +391,7 @@ class _Reader(ScriptFiles):
         if name == "continue" and self.loops:
             raise _Continue
 
-    def _writes_or_runs(self, words: tuple[str, ...], node: Command) -> None:
+    def _writes_or_runs(self, words: tuple[str, ...], node: ShellCommand) -> None:
         """Takes over `echo "$TEXT" > FILE`, and reads a script that was written so and is run now."""
         if words[0] in ("echo", "printf") and len(words) == 2 and node.written:
             file = self.text(node.written)
@@ -402,7 +402,7 @@ class _Reader(ScriptFiles):
             if shell in ("bash", "sh") and file in self.script.files and self.depth < 20:
                 self._nested(self.script.files[file], node)
 
-    def _nested(self, text: str, node: Command) -> None:
+    def _nested(self, text: str, node: ShellCommand) -> None:
         """Reads a command that a word holds, as in `bash -c "torchrun ..."`."""
         try:
             self._run(parse(text))

@@ -47,7 +47,7 @@ _ENDS = frozenset(" \t\r\n;&|<>()")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WordPart:
     """A part of a word: `kind` is 'text', 'variable' (the text inside `${}`), 'command' (what
     would be run) or 'sum' (the text inside `$(())`). A quoted part is not split at blanks.
     """
@@ -57,7 +57,7 @@ class Part:
     quoted: bool
 
 
-Word = tuple[Part, ...]
+Word = tuple[WordPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _Scanner:
             elif stream := _STREAM.match(self.text, self.at):
                 self.at = stream.end()  # `2>&1`: the number belongs to the redirection
             elif (arithmetic := self._sum()) is not None:  # `((A = 1))` is `let "A = 1"`
-                yield Token("word", line, word=(Part("text", "let", False),))
+                yield Token("word", line, word=(WordPart("text", "let", False),))
                 yield Token("word", line, word=document_word(arithmetic.replace('"', "")))
             elif (operator := self._operator()) and not self._placeholder():
                 self.at += len(operator)
@@ -161,7 +161,7 @@ class _Scanner:
                 if (
                     character != "\n"
                 ):  # bash refuses these; the bar of a layout is told by its reader
-                    yield (Part("text", character, True),)
+                    yield (WordPart("text", character, True),)
                 self.at += 1
             elif character:
                 yield self.word()
@@ -197,42 +197,42 @@ class _Scanner:
                     break
                 lines.append(text)
             whole = "\n".join(lines)
-            word = (Part("text", whole, True),) if literal else document_word(whole)
+            word = (WordPart("text", whole, True),) if literal else document_word(whole)
             yield Token("document", line, word=word)
         self.waiting = []
 
     def word(self) -> Word:
         """The word that begins here, up to a blank or an operator."""
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         while self.at < len(self.text):
             character = self.text[self.at]
             if place := self._placeholder():
-                parts.append(Part("place", place, True))
+                parts.append(WordPart("place", place, True))
                 self.at += len(place)
             elif character == OPEN and (end := self.text.find(CLOSE, self.at)) > 0:
                 # a value that is not known, in a text that is read again
-                parts.append(Part("text", self.text[self.at : end + 1], True))
+                parts.append(WordPart("text", self.text[self.at : end + 1], True))
                 self.at = end + 1
             elif character in _ENDS:
                 break
             elif character == "'":
-                parts.append(Part("text", self._until("'"), True))
+                parts.append(WordPart("text", self._until("'"), True))
             elif character == '"':
                 parts += self._double_quoted()
             elif self.text.startswith("$'", self.at):
                 self.at += 1
                 text = self._until("'")
                 text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), text)
-                parts.append(Part("text", text, True))
+                parts.append(WordPart("text", text, True))
             elif character in "$`":
                 parts.append(self._expansion(False))
             elif character == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
                 if escaped != "\n":
-                    parts.append(Part("text", escaped, True))
+                    parts.append(WordPart("text", escaped, True))
             else:
-                parts.append(Part("text", character, False))
+                parts.append(WordPart("text", character, False))
                 self.at += 1
         if not parts:
             self.at += 1
@@ -246,7 +246,7 @@ class _Scanner:
         self.at = end + 1
         return found
 
-    def _double_quoted(self) -> list[Part]:
+    def _double_quoted(self) -> list[WordPart]:
         line = self._line()
         self.at += 1
         parts = self.quoted('"')
@@ -255,40 +255,40 @@ class _Scanner:
         self.at += 1
         return parts
 
-    def quoted(self, end: str) -> list[Part]:
+    def quoted(self, end: str) -> list[WordPart]:
         """The parts up to the character `end`, which is not read, or up to the end of the text. Only
         expansions and escapes mean more than themselves.
         """
-        parts = [Part("text", "", True)]
+        parts = [WordPart("text", "", True)]
         while self.at < len(self.text) and self.text[self.at] != end:
             character = self.text[self.at]
             if character == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('"\\$`\n'):
                 escaped = self.text[self.at + 1]
-                parts += [] if escaped == "\n" else [Part("text", escaped, True)]
+                parts += [] if escaped == "\n" else [WordPart("text", escaped, True)]
                 self.at += 2
             elif character in "$`":
                 parts.append(self._expansion(True))
             else:
-                parts.append(Part("text", character, True))
+                parts.append(WordPart("text", character, True))
                 self.at += 1
         return parts
 
-    def _expansion(self, quoted: bool) -> Part:
+    def _expansion(self, quoted: bool) -> WordPart:
         """The expansion that begins here with `$` or a backtick."""
         if self.text[self.at] == "`":
-            return Part("command", self._until("`"), quoted)
+            return WordPart("command", self._until("`"), quoted)
         if self.text.startswith("$((", self.at):
-            return Part("sum", self._balanced(3, "(", ")")[:-1], quoted)
+            return WordPart("sum", self._balanced(3, "(", ")")[:-1], quoted)
         if self.text.startswith("$(", self.at):
-            return Part("command", self._balanced(2, "(", ")"), quoted)
+            return WordPart("command", self._balanced(2, "(", ")"), quoted)
         if self.text.startswith("${", self.at):
-            return Part("variable", self._balanced(2, "{", "}"), quoted)
+            return WordPart("variable", self._balanced(2, "{", "}"), quoted)
         name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]").match(self.text, self.at + 1)
         if name is None:
             self.at += 1
-            return Part("text", "$", quoted)
+            return WordPart("text", "$", quoted)
         self.at = name.end()
-        return Part("variable", name[0], quoted)
+        return WordPart("variable", name[0], quoted)
 
     def _balanced(self, skip: int, opening: str, closing: str) -> str:
         """The text from `skip` characters on up to the bracket that closes the first one."""
@@ -312,13 +312,13 @@ class _Scanner:
         raise AutoparError(f"the {opening} in line {line} has no end")
 
 
-def _joined(parts: list[Part]) -> Word:
+def _joined(parts: list[WordPart]) -> Word:
     """The parts, with neighbouring texts of one quoting as one part."""
-    found: list[Part] = []
+    found: list[WordPart] = []
     for (kind, quoted), run in groupby(parts, lambda part: (part.kind, part.quoted)):
         same = list(run)
         is_text = kind == "text"
-        found += [Part(kind, "".join(part.text for part in same), quoted)] if is_text else same
+        found += [WordPart(kind, "".join(part.text for part in same), quoted)] if is_text else same
     return tuple(found)
 
 
@@ -327,17 +327,17 @@ def document_word(text: str) -> Word:
     try:
         return _joined(_Scanner(text).quoted(""))
     except AutoparError:  # a bracket without an end: bash would refuse it
-        return (Part("text", text, True),)
+        return (WordPart("text", text, True),)
 
 
 def parse_text(text: str) -> Word:
     """The parts of a text that stands inside an expansion, such as a default. Blanks and operators
     are plain text there.
     """
-    scanner, parts = _Scanner(text), list[Part]()
+    scanner, parts = _Scanner(text), list[WordPart]()
     while scanner.at < len(text):
         if text[scanner.at] in _ENDS:
-            parts.append(Part("text", text[scanner.at], False))
+            parts.append(WordPart("text", text[scanner.at], False))
             scanner.at += 1
         else:
             parts += scanner.word()

@@ -28,7 +28,7 @@ from autopar.targets.job import Facts, Finding, Job, Layout
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell_words import CLOSE
 from autopar.targets.target import Source
-from autopar.targets.unknown import distinct, with_others
+from autopar.targets.unknown import distinct_jobs, with_others
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
@@ -43,7 +43,7 @@ _OFFLOADING = ("offload", "offload_disk", "unsloth")
 """Values of `gradient_checkpointing` by which the inputs of layers wait in host memory."""
 
 
-def reads(source: Source) -> bool:
+def reads_trainer(source: Source) -> bool:
     """Whether a file has the batch size of a trainer."""
     text = source.text
     axolotl = re.search(r"^base_model:", text, re.MULTILINE) and "micro_batch_size" in text
@@ -56,7 +56,7 @@ def reads(source: Source) -> bool:
     return bool(axolotl or started) or "per_device_train_batch_size" in text
 
 
-def read(source: Source) -> Job:
+def read_trainer(source: Source) -> Job:
     """The job of a trainer's arguments. Raises AutoparError if there are none."""
     values, findings, source = _values(source)
     if not any(name in values for name in _MICRO):
@@ -119,7 +119,7 @@ def _with_engines(job: Job, base: Job) -> Job:
         )
         for other in base.others
     ]  # fmt: skip
-    return replace(job, others=distinct(job, others))
+    return replace(job, others=distinct_jobs(job, others))
 
 
 _PAIRED = re.compile(r"(^|[_/. ])(dpo|orpo|cpo|simpo|ipo|reward|rm|reward_trainer)($|[_/. ])", re.I)
@@ -238,7 +238,10 @@ def _engine(args: Arguments, source: Source) -> Job:
         return _sharded_somehow("accelerate" if launch is None else "deepspeed")
     if launch in _OF_TRL:
         return _OF_TRL[launch]
-    for name, read_engine in ((file, deepspeed.read), (launch, accelerate.read)):
+    for name, read_engine in (
+        (file, deepspeed.read_deepspeed),
+        (launch, accelerate.read_accelerate),
+    ):
         if not re.search(r"\.(json|ya?ml)$", name):
             continue
         text = source.read_file(name)
@@ -298,7 +301,7 @@ def _of_launcher(args: Arguments) -> Job | None:
     data |= {"deepspeed_config": zero} if deepspeed_on else {}
     data |= {"parallelism_config": sizes} if sizes else {}
     args.read.update((*sizes, *fsdp, *zero, *kept, "use_parallelism_config"))
-    return accelerate.read(Source(json.dumps(data), "accelerate.json"))
+    return accelerate.read_accelerate(Source(json.dumps(data), "accelerate.json"))
 
 
 def _fsdp(args: Arguments) -> Layout:

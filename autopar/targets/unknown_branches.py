@@ -10,7 +10,7 @@ from autopar.targets.arguments import unread_file
 from autopar.targets.expansion import Place
 from autopar.targets.job import Finding, Job, Unmodelled
 from autopar.targets.target import Source
-from autopar.targets.unknown import distinct
+from autopar.targets.unknown import distinct_jobs
 
 MOST_READINGS = 60
 """The most branches that are read, each as a script of its own."""
@@ -51,7 +51,7 @@ def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
     if len(places) > read_branches:
         said = f"{len(places)} branches that the script does not decide, of which {read_branches} are read"
         left = (Unmodelled(said),)
-    job = replace(job, others=distinct(job, others), unmodelled=(*job.unmodelled, *left))
+    job = replace(job, others=distinct_jobs(job, others), unmodelled=(*job.unmodelled, *left))
     if left:
         return job
     # of a file that is not there and moves no option only its name is told

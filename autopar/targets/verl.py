@@ -89,7 +89,7 @@ def _has_megatron(source: Source) -> bool:
     return "megatron" in kinds or inside or not _KNOWN & set(values)
 
 
-def read(source: Source) -> Job:
+def _read(source: Source) -> Job:
     """The job of a launch script or of a whole configuration. Of reinforcement learning it is the
     update of the actor. Raises AutoparError if no command has overrides of verl.
     """
@@ -195,7 +195,7 @@ def _note(args: Arguments) -> None:
         args.find("note", "what fsdp_config offloads is on the devices during the update, and priced there")  # fmt: skip
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What verl refuses at start."""
     by, heads, found = job.layout, job.shape.heads, list[Finding]()
     if gpus % by.cp:
@@ -215,7 +215,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What verl's FSDP can run: ZeRO-3, or 2 that keeps what it gathered, with Ulysses."""
 
     def shards(choice: Any) -> bool:
@@ -258,7 +258,7 @@ def _name(job: Job, what: str) -> str:
     return next((n for n in names if n in job.flags), names[supervised])
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The overrides of a job by path. Raises NotExpressible if verl's FSDP cannot run it."""
     by, lacking = job.layout, []
     if by.tp * by.pp * by.ep > 1:
@@ -290,9 +290,9 @@ def flags_of(job: Job) -> dict[str, str]:
     return {_name(job, what): text for what, text in found.items()}
 
 
-def words_of(job: Job) -> dict[str, str]:
-    """The overrides of a job by path, in the trainer of its file. Raises NotExpressible as `flags_of`."""
-    found = flags_of(job)
+def _words_of(job: Job) -> dict[str, str]:
+    """The overrides of a job by path, in the trainer of its file. Raises NotExpressible as `_flags_of`."""
+    found = _flags_of(job)
     if job.layout.zero == 2:  # what is gathered is kept by FSDP 2 alone
         supervised = any(name.startswith("data.micro_batch_size") for name in job.flags)
         name = "model.strategy" if supervised else f"{_ACTOR}strategy"
@@ -300,9 +300,9 @@ def words_of(job: Job) -> dict[str, str]:
     return found
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """A launch script of verl. Raises NotExpressible if its FSDP cannot run the job."""
-    found = flags_of(job) | {f"{_ACTOR}strategy": "fsdp2"}
+    found = _flags_of(job) | {f"{_ACTOR}strategy": "fsdp2"}
     per_node, nodes = nodes_of(job)
     found |= {"trainer.n_gpus_per_node": str(per_node), "trainer.nnodes": str(nodes)}
     lines = [
@@ -323,14 +323,14 @@ VERL = Target(
     "verl",
     "verl 0.7 (FSDP)",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    _refusals,
+    _restriction,
+    _write,
     "transformers",
-    flags_of,
+    _flags_of,
     zero=(0, 2, 3),
     sequence_parallel=False,
-    words=words_of,
+    words=_words_of,
 )
 """verl with FSDP."""

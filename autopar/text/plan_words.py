@@ -134,10 +134,10 @@ def named_cluster(plan: Plan) -> Cluster | None:
             cluster = ClusterSpec.from_data(plan.made_for.cluster, "the plan's cluster")
             if cluster.spec_hash() == plan.cluster_hash:
                 return cluster
-    return parsed_cluster(plan)
+    return cluster_of_plan(plan)
 
 
-def parsed_cluster(plan: Plan) -> Cluster | None:
+def cluster_of_plan(plan: Plan) -> Cluster | None:
     """The plan's cluster, parsed from its name, as a command would. None if the name is not that of
     a cluster with the plan's hash.
     """

@@ -34,8 +34,8 @@ from autopar.trace.nested import rebuilt
 from autopar.trace.one_process import OneProcess, check_kept_sizes
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import (
+    check_loss_trains,
     check_symbols,
-    check_trains,
     check_values,
     own_generator,
     why_not_captured,
@@ -182,7 +182,7 @@ def capture(
             captured = to_capture.capture(record)
             check_values(captured)
             check_symbols(captured)
-            check_trains(captured)
+            check_loss_trains(captured)
             notes = check_state(captured, record, to_capture.capture)
         finally:
             start.restore()

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.trace.python_state import Functions
-from autopar.trace.registered_tensors import joined
+from autopar.trace.registered_tensors import joined_name
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -83,4 +83,4 @@ def _put_back(holder: dict[str, Any], before: dict[str, Any], path: str) -> str:
     if found:
         holder.clear()
         holder.update(before)
-    return joined(path, found[0]) if found else ""
+    return joined_name(path, found[0]) if found else ""

@@ -61,7 +61,7 @@ def copy_with(
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)
     kept = []  # keeps alive what `memo` knows by address
-    for path, value in held(model):
+    for path, value in held_objects(model):
         if id(value) in memo:
             continue
         if isinstance(value, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
@@ -91,7 +91,7 @@ def _scripted(name: str, module: torch.jit.ScriptModule) -> str:
     )
 
 
-def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def held_objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields (path, object) for everything that module attributes hold, at any depth, each object
     once. Modules of the model and registered parameters and buffers are left out.
     """
@@ -116,7 +116,7 @@ def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) ->
     """The text of an error that names the innermost object that cannot be copied. If there is none,
     it names the model with `error`.
     """
-    for path, value in reversed(list(held(model))):
+    for path, value in reversed(list(held_objects(model))):
         if isinstance(value, nn.Module) or id(value) in memo:
             continue
         try:

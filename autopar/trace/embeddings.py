@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument
+from autopar.ops.aten import aten
 from autopar.trace.edit import call, is_op
 
-aten = torch.ops.aten
 _SUM, _MEAN = 0, 1
 
 

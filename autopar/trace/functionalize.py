@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
+from autopar.ops.aten import aten
 from autopar.trace.edit import is_op
 from autopar.trace.in_place import rewrite_in_place
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 
-aten = torch.ops.aten
 _OTHER_ARGUMENTS = (
     aten.nll_loss.default,
     aten.margin_ranking_loss.default,

@@ -9,9 +9,9 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ops.aten import aten
 from autopar.trace.edit import call
 
-aten = torch.ops.aten
 _COMPOSITE = "CompositeImplicitAutograd"  # may return its operand, which no schema says
 
 

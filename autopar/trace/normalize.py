@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
+from autopar.ops.aten import aten
 from autopar.ops.values import output_nodes, result_index
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.complex_pairs import spell_complex
@@ -30,7 +31,6 @@ from autopar.trace.spelling import join_slices, unify_spelling
 from autopar.trace.user_lines import line_of_node, line_of_nodes
 from autopar.trace.writes import spell_writes
 
-aten = torch.ops.aten
 _COPIES = ("to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as")
 _ASSERTIONS = (
     "_assert_tensor_metadata",

@@ -15,11 +15,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import arguments
+from autopar.ops.aten import aten
 from autopar.ops.dims import is_symbolic
 from autopar.ops.kinds import same
 from autopar.trace.edit import call, is_op, product
-
-aten = torch.ops.aten
 
 
 def spell_masked_scatter(graph: Graph) -> None:

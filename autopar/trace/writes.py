@@ -10,9 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument
+from autopar.ops.aten import aten
 from autopar.trace.edit import call, full, is_op
-
-aten = torch.ops.aten
 
 
 def spell_writes(graph: Graph) -> None:

@@ -14,11 +14,11 @@ from autopar_cost_models.catalogue import CARD_LINKS, DEVICES
 from autopar_cost_models.instances import instance_of
 from autopar_cost_models.topology import NODES, home_of
 
-MOST_SUGGESTIONS = 4
+_MOST_SUGGESTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class _Reading:
     """What a text names: `count` nodes of the preset `name`, or devices of that name on one node.
 
     `name` is '' if the text names nothing or several entries; `suggestions` are then texts that
@@ -36,7 +36,7 @@ class Reading:
         return f"{self.name}:{self.count}"
 
 
-def read_hardware(text: str) -> Reading:
+def read_hardware(text: str) -> _Reading:
     """What a text such as `8 x A100 80G` or `p5.48xlarge:2` names."""
     plain = " ".join(text.lower().split())
     nodes, devices, kind = _counted(plain)
@@ -45,11 +45,11 @@ def read_hardware(text: str) -> Reading:
     for number, name in (((1, plain),) if ":" not in plain else ()) + ((devices, kind),):
         found = entries_of(name)
         if len(found) == 1:
-            return Reading(found[0], number)
+            return _Reading(found[0], number)
         if instance := instance_of(name):
             return _instance(*instance, number)
     near = entries_of(kind) or near_entries(kind)
-    return Reading("", devices, _suggestions(near, max(devices, 1)), kind)
+    return _Reading("", devices, _suggestions(near, max(devices, 1)), kind)
 
 
 def device_named(name: str) -> str:
@@ -84,14 +84,14 @@ def near_entries(name: str) -> list[str]:
         return []
     known = {_squeezed(entry): (entry,) for entry in (*DEVICES, *NODES)} | _MODELS
     begins = [entry for key in known if key.startswith(model) for entry in known[key]]
-    keys = get_close_matches(model, known, n=MOST_SUGGESTIONS, cutoff=0.6)
+    keys = get_close_matches(model, known, n=_MOST_SUGGESTIONS, cutoff=0.6)
     return list(dict.fromkeys([*begins, *(entry for key in keys for entry in known[key])]))
 
 
 def _suggestions(entries: list[str], count: int) -> tuple[str, ...]:
     """Texts for entries of the catalogue, with a number of devices or nodes near `count`."""
     texts = []
-    for name in entries[:MOST_SUGGESTIONS]:
+    for name in entries[:_MOST_SUGGESTIONS]:
         home = home_of(name) if name in DEVICES else None
         if home is not None and count > home.devices_per_node:
             texts.append(f"{home.name}:{-(-count // home.devices_per_node)}")
@@ -122,22 +122,22 @@ def _counted(text: str) -> tuple[int, int, str]:
     return 0, 1, text
 
 
-def _on_nodes(kind: str, nodes: int, per_node: int) -> Reading:
+def _on_nodes(kind: str, nodes: int, per_node: int) -> _Reading:
     """`nodes` nodes of `per_node` devices, if these are the device's usual nodes."""
     found = entries_of(kind)
     homes = [home_of(name) for name in found if name in DEVICES]
     if len(found) == 1 and homes and homes[0] and homes[0].devices_per_node == per_node:
-        return Reading(homes[0].name, nodes)
-    return Reading("", suggestions=_suggestions(found or near_entries(kind), nodes * per_node))
+        return _Reading(homes[0].name, nodes)
+    return _Reading("", suggestions=_suggestions(found or near_entries(kind), nodes * per_node))
 
 
-def _instance(name: str, devices: int, number: int) -> Reading:
+def _instance(name: str, devices: int, number: int) -> _Reading:
     """`number` instances of a cloud with `devices` devices each; 0 devices are a whole preset."""
     if devices == 0:
-        return Reading(name, number)
+        return _Reading(name, number)
     if number == 1:
-        return Reading(name, devices)
-    return Reading("", suggestions=_suggestions([name], devices * number))
+        return _Reading(name, devices)
+    return _Reading("", suggestions=_suggestions([name], devices * number))
 
 
 # ------------------------------------------------------------------------------------------- words

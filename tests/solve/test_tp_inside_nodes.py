@@ -12,7 +12,7 @@ from support.effort import every
 
 from autopar import api
 from autopar.explaining.certificate import proof_words
-from autopar.explaining.plan_report import explain
+from autopar.explaining.plan_report import plan_text
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -59,7 +59,7 @@ def test_it_crosses_nodes_only_where_the_best_plan_without_is_a_tenth_slower(rat
     assert plan.mesh.tp == (2 if within <= (1 + INSIDE) * fastest else 4)
     assert proof.tp_inside == (plan.mesh.tp == 2 and across < within)
     assert plan.predicted.step_time_s == pytest.approx(seconds(rate)[plan.mesh.tp])
-    text = explain(plan)
+    text = plan_text(plan)
     assert ("Tensor parallelism stays inside nodes, which costs" in text) == proof.tp_inside
     if proof.tp_inside:
         more = f"{100 * (within / across - 1):.2g} %"

@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.ir.traced import RowLimit
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
-from autopar.runtime.batches.step_values import evaluate
+from autopar.runtime.batches.step_values import evaluate_values
 from autopar.runtime.state.parameters import Parameters
 
 _LEAST = 1e-7
@@ -34,7 +34,7 @@ class RowLimits:
         for limit in self.limits:
             read = torch.zeros(limit.rows, dtype=torch.int32, device=self.device)
             for given in inputs:
-                (ids,) = evaluate(limit.ids, {"input": given}, rows, self.device)
+                (ids,) = evaluate_values(limit.ids, {"input": given}, rows, self.device)
                 read[ids.reshape(-1)] = 1
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(read, dist.ReduceOp.MAX)

@@ -55,7 +55,9 @@ class StepInputs:
         """The parts from this rank's `rows` rows, flattened and joined to one fp64 vector. `inputs`
         are model inputs by name, `tensors` whole buffers and constants by name.
         """
-        found = evaluate(self.values.local, {"tensor": tensors, "input": inputs}, rows, device)
+        found = evaluate_values(
+            self.values.local, {"tensor": tensors, "input": inputs}, rows, device
+        )
         flat = [part.to(torch.float64).reshape(-1) for part in found]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
 
@@ -77,7 +79,7 @@ class StepInputs:
             f"part{k}": piece.reshape(shape)
             for k, (piece, shape) in enumerate(zip(pieces, self.shapes, strict=True))
         }
-        found = evaluate(
+        found = evaluate_values(
             self.values.whole, {"tensor": tensors, "input": inputs, "part": added}, rows, device
         )
         return [
@@ -89,7 +91,7 @@ class StepInputs:
         return value.to(self.dtype if single else val.dtype)
 
 
-def evaluate(
+def evaluate_values(
     graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device
 ) -> Sequence[Tensor]:
     """The results of a graph for a batch of `rows` rows, in the order of its outputs. `given` has

@@ -1,6 +1,6 @@
 """Optimizers over sharded parameters: which can run on shards, and which need whole matrices.
 
-Element-wise optimizers (`ELEMENTWISE`, by exact type) run on shards unchanged. Where torch lacks
+Element-wise optimizers (`_ELEMENTWISE`, by exact type) run on shards unchanged. Where torch lacks
 ops for DTensors (Rprop, `fused=True`), they get the local tensors instead. Adafactor averages rows
 and columns, which are sums over ranks on DTensors. torch 2.13 leaves these sums pending and then
 refuses to modify them in place; `Summed` completes them at once. Every other class, including
@@ -27,7 +27,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import ParameterSpec
 from autopar.runtime.ranks.agreement import from_all, say
 from autopar.runtime.ranks.process_groups import call_group
-from autopar.runtime.state.factories import Factory, attributes_of, built, keep, replaced
+from autopar.runtime.state.factories import (
+    OptimizerFactory,
+    built,
+    keep,
+    parameter_attributes,
+    replace_parameters,
+)
 from autopar.runtime.state.holding import HOST
 from autopar.runtime.state.loaded_state import shard_state
 from autopar.runtime.state.optimizer_trials import Habits, check_step, habits_of, needs_closure
@@ -36,7 +42,7 @@ from autopar.runtime.state.reach import tensors_of
 if TYPE_CHECKING:
     from autopar.runtime.state.parameters import Parameters
 
-ELEMENTWISE = (
+_ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
@@ -65,7 +71,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is known to be element-wise: by its class, and without step hooks,
     which could see more.
     """
-    return type(optimizer) in ELEMENTWISE and not step_hooks(optimizer)
+    return type(optimizer) in _ELEMENTWISE and not step_hooks(optimizer)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -107,7 +113,7 @@ class Updating:
 
 
 def make_optimizer(
-    factory: Factory,
+    factory: OptimizerFactory,
     parameters: Parameters,
     plan: Plan,
     specs: Mapping[str, ParameterSpec],
@@ -122,7 +128,7 @@ def make_optimizer(
     masters; `factory` is then called twice. Raises AutoparError if it cannot run exactly under the
     plan.
     """
-    attributes = attributes_of(model, specs)
+    attributes = parameter_attributes(model, specs)
     found = alike(lambda: _built(factory, parameters, specs, attributes))
     optimizer = found.optimizer
     if is_elementwise(optimizer) or (_is_adafactor(optimizer) and plan.offload == "none"):
@@ -198,7 +204,7 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _built(
-    factory: Factory,
+    factory: OptimizerFactory,
     parameters: Parameters,
     specs: Mapping[str, ParameterSpec],
     attributes: Mapping[str, Mapping[str, Any]],
@@ -315,7 +321,7 @@ def _on_local_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) 
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if is_elementwise(optimizer) and (fused or type(optimizer) is torch.optim.Rprop):
-        replaced(optimizer, parameters.masters_as_local())
+        replace_parameters(optimizer, parameters.masters_as_local())
 
 
 def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:

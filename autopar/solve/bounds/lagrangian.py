@@ -1,6 +1,6 @@
 """Lower bounds on a candidate over all cuts, recomputations and placements at once.
 
-The bound by totals: a step takes at least `Shape.each` times the micro-batch seconds of all
+The bound by totals: a step takes at least `ScheduleShape.each` times the micro-batch seconds of all
 segments, however they are cut. Rank r holds `held[r]` times what its segments keep. A plan that
 fits has no more bytes than there are, so for any price u of a byte
 
@@ -33,14 +33,14 @@ from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.costs.schedule import Schedule, ramp
 from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.elimination.cost_tables import Stack
-from autopar.solve.staging.interleaved import deals_of, least_held
+from autopar.solve.staging.interleaved import least_held, unit_deals
 
 _ROUNDS = 5
 """The largest number of rounds in which the price of a byte is improved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ScheduleShape:
     """A schedule as bounds see it. `each`: a step takes at least this many times the micro-batch
     seconds of all segments. `held`: for each rank, a lower bound on how many micro-batches' kept
     bytes it holds. `by_ends`: for segments outside of blocks, the fraction of these micro-batches
@@ -60,8 +60,10 @@ class Shape:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
-    """The `Shape` of a schedule for a row of `units` units. `alike`: all blocks have one class.
+def schedule_shape(
+    schedule: Schedule, micro_batches: int, units: int, alike: bool
+) -> ScheduleShape:
+    """The `ScheduleShape` of a schedule for a row of `units` units. `alike`: all blocks have one class.
     Cached.
 
     With one stage per rank and whole backwards, a rank starts when the first micro-batch has passed
@@ -70,11 +72,11 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     """
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
-        return Shape(float(micro_batches), (1.0,))
+        return ScheduleShape(float(micro_batches), (1.0,))
     whole = chunks == 1 and schedule.has_one_stage  # how long others wait: `Sketch`
     each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
-    deals = deals_of(schedule, units) if chunks > 1 else [(1,) * ranks]
+    deals = unit_deals(schedule, units) if chunks > 1 else [(1,) * ranks]
     held = tuple(
         max(
             min(least_held(moment, sizes[rank::ranks]) for sizes in deals)
@@ -87,7 +89,7 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
     # of several stages a rank not all are held alike
     by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]
-    return Shape(each * (1 - 1e-12), held, by_ends)
+    return ScheduleShape(each * (1 - 1e-12), held, by_ends)
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Total:
     (`dual`), and the placements that were optimal at them.
     """
 
-    shape: Shape
+    shape: ScheduleShape
     dual: Dual = field(default_factory=Dual)
     placements: list[Choices] = field(default_factory=list)
 

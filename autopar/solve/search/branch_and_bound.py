@@ -45,7 +45,7 @@ from autopar.solve.search.board import Board
 from autopar.solve.search.candidate_models import ModelOf
 from autopar.solve.search.candidate_state import Entry, FixedSolver
 from autopar.solve.search.driver import Driver, shape_of
-from autopar.solve.search.fixed_candidates import bound_quickly, relax, solve_fixed
+from autopar.solve.search.fixed_candidates import bound_quickly, relax_candidate, solve_fixed
 from autopar.solve.search.lean_stages import fullest_lean_rank_bytes, lean_schedules
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
@@ -309,7 +309,7 @@ class UniformRefiner:
         if isinstance(solver, FixedSolver):
             if solver.prepared is None:
                 self.raised += 1
-                relax(entry, solver, self.capacity_bytes)
+                relax_candidate(entry, solver, self.capacity_bytes)
             else:
                 self._count_solved(entry)
                 if solve_fixed(self.state, entry, solver.prepared, self.capacity_bytes):

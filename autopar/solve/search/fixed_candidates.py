@@ -31,7 +31,7 @@ def bound_quickly(entry: Entry, model: AnnotatedModel, capacity_bytes: int | Non
         entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
 
 
-def relax(entry: Entry, solver: FixedSolver, capacity_bytes: int | None) -> None:
+def relax_candidate(entry: Entry, solver: FixedSolver, capacity_bytes: int | None) -> None:
     """Raises the bound of a candidate by its LP relaxation, with the memory of all pipeline ranks
     together. Closes it as infeasible if the relaxation proves that nothing fits.
     """

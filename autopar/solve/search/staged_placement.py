@@ -8,7 +8,7 @@ from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined
-from autopar.solve.costs.placement_cost import Choices, price
+from autopar.solve.costs.placement_cost import Choices, price_placement
 from autopar.solve.costs.recompute_mix import Mixed, Models, mixed
 from autopar.solve.costs.schedule import Schedule, Staging
 from autopar.solve.integer_program.placement_solver import Solution
@@ -55,7 +55,7 @@ def staged_placement(
     solution = Solution(
         status="feasible",
         choices=choices,
-        priced=price(found[0].model, choices),
+        priced=price_placement(found[0].model, choices),
         bound_s=staging.bound_s,
         solve_time_s=0.0,
         method="staging",

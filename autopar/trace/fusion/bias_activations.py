@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, Function, Leaf, Product, Sum, Term, at
-from autopar.trace.fusion.gated import ACTIVATIONS
+from autopar.trace.fusion.algebra import Algebra, FunctionTerm, Leaf, ProductTerm, Sum, Term, at
+from autopar.trace.fusion.gated import ACTIVATION_NAMES
 from autopar.trace.fusion.matches import Match, interior_of
 
 
@@ -43,9 +43,9 @@ def match_bias_activation(algebra: Algebra, node: Node) -> Match | None:
 
 def _activation(algebra: Algebra, term: Term) -> tuple[str, Term] | None:
     """(the op's name for the activation, what it is of) for a term that is one. None otherwise."""
-    if isinstance(term, Function) and (term.name, term.attributes) in ACTIVATIONS:
-        return ACTIVATIONS[term.name, term.attributes], term.of[0]
-    for x, _ in term.factors if isinstance(term, Product) else ():
+    if isinstance(term, FunctionTerm) and (term.name, term.attributes) in ACTIVATION_NAMES:
+        return ACTIVATION_NAMES[term.name, term.attributes], term.of[0]
+    for x, _ in term.factors if isinstance(term, ProductTerm) else ():
         if _gelu_by_tanh(algebra, x) is term:
             return "gelu_tanh", x
     return None

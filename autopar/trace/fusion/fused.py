@@ -74,7 +74,7 @@ def fused(traced: TracedModel, mode: str) -> TracedModel:
         raise ValueError(f"the model is fused with fuse={traced.fusion.mode}, not {mode}")
     classes, done, missed = [], [], []
     for block in traced.classes:
-        matches, misses = select(block.graph, _MATCHERS[mode])
+        matches, misses = _select(block.graph, _MATCHERS[mode])
         graph, names = rewritten(block.graph, matches) if matches else (block.graph, {})
         classes.append(replace(block, graph=graph))
         done += [_described(block, match, names[match]) for match in matches]
@@ -87,7 +87,7 @@ def _described(block: BlockClass, match: Match, name: str) -> FusedOp:
     return FusedOp(block.name, match.name, name, replaced, dict(match.attributes))
 
 
-def select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
+def _select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
     """(matches that do not overlap, misses), both in the order of the graph. A match is a subgraph
     with the op that computes the same. A miss is one that nearly matched and is in no match.
 

@@ -15,11 +15,11 @@ from torch.fx import Node
 
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, Term, at
+from autopar.trace.fusion.algebra import Algebra, Cast, FunctionTerm, ProductTerm, Sum, Term, at
 from autopar.trace.fusion.matches import Match, Miss, interior_of
 
 _GLU = "autopar::glu"
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     ("silu", ()): "silu",
     ("gelu", ("none",)): "gelu",
     ("gelu", ("tanh",)): "gelu_tanh",
@@ -38,13 +38,13 @@ def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
     rounded = isinstance(term, Cast)
     if isinstance(term, Cast):
         term = term.of
-    if not isinstance(term, Product):
+    if not isinstance(term, ProductTerm):
         return None
     miss: Miss | None = None
     for act, activated, gate in _activated(algebra, term):
         quotient = algebra.quotient(term, *activated)
         rest = algebra.product(quotient.factors, quotient.coefficient)
-        if isinstance(rest, Product) and not rest.factors:
+        if isinstance(rest, ProductTerm) and not rest.factors:
             continue  # the activation alone
         shift = 0.0
         if isinstance(rest, Sum) and len(rest.summands) == 1 and rest.summands[0][1] == 1.0:
@@ -65,7 +65,7 @@ def _at(algebra: Algebra, activated: tuple[Term, ...], node: Node) -> Node:
     return algebra.nodes.get(activated[-1], node)
 
 
-def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Term, ...], Term]]:
+def _activated(algebra: Algebra, term: ProductTerm) -> Iterator[tuple[str, tuple[Term, ...], Term]]:
     """Yields (activation, the factors that are it, what it is of) for each activation among the
     factors of a product. 'silu' may be two factors, x and sigmoid(x).
     """
@@ -74,9 +74,9 @@ def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Ter
         inner = factor
         while isinstance(inner, Cast):  # rounded after it was computed wider
             inner = inner.of
-        if exponent != 1.0 or not isinstance(inner, Function):
+        if exponent != 1.0 or not isinstance(inner, FunctionTerm):
             continue
-        act = ACTIVATIONS.get((inner.name, inner.attributes))
+        act = ACTIVATION_NAMES.get((inner.name, inner.attributes))
         if act is not None:
             yield act, (factor,), inner.of[0]
         elif inner.name == "sigmoid" and factors.get(inner.of[0], 0.0) >= 1.0:

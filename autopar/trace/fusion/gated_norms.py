@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from autopar.ir.calls import op_name
-from autopar.trace.fusion.algebra import Algebra, Cast, Function, at
+from autopar.trace.fusion.algebra import Algebra, Cast, FunctionTerm, at
 from autopar.trace.fusion.matches import Match, Miss, ending_at
 from autopar.trace.fusion.norms import RMS, match_norm
 
@@ -60,7 +60,7 @@ def _gated(algebra: Algebra, node: Node) -> Iterator[tuple[Node, Node]]:
         term = algebra.terms[factor]
         while isinstance(term, Cast):
             term = term.of
-        if isinstance(term, Function) and term.name == "silu":
+        if isinstance(term, FunctionTerm) and term.name == "silu":
             gate = algebra.value(term.of[0], widened=True)
             if gate is not None:
                 yield other, gate

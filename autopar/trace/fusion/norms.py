@@ -19,7 +19,7 @@ from autopar.trace.fusion.algebra import (
     Algebra,
     Cast,
     Mean,
-    Product,
+    ProductTerm,
     Sum,
     Term,
     at,
@@ -47,8 +47,8 @@ class _Core:
     x: Term
     eps: float
     root: Term
-    inside: Product
-    outside: Product
+    inside: ProductTerm
+    outside: ProductTerm
     rounded: torch.dtype | None
 
 
@@ -108,7 +108,7 @@ def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
     one = algebra.quotient(term, term)
     if isinstance(term, Cast):
         return _scaled(algebra, term.of, one, term.dtype)
-    if not isinstance(term, Product):
+    if not isinstance(term, ProductTerm):
         return None
     found = _scaled(algebra, term, one, None)
     if found is not None:
@@ -125,7 +125,7 @@ def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
     return _root_rounded(algebra, term)
 
 
-def _root_rounded(algebra: Algebra, term: Product) -> _Core | None:
+def _root_rounded(algebra: Algebra, term: ProductTerm) -> _Core | None:
     """The core of a product of x and a root mean square that was rounded by itself. The op rounds
     their product instead, which is closer. None if there is none.
     """
@@ -142,14 +142,14 @@ def _root_rounded(algebra: Algebra, term: Product) -> _Core | None:
 
 
 def _scaled(
-    algebra: Algebra, term: Term, outside: Product, rounded: torch.dtype | None
+    algebra: Algebra, term: Term, outside: ProductTerm, rounded: torch.dtype | None
 ) -> _Core | _Unlike | None:
     """The core of `term` if it is a product that divides something by its root mean square.
 
     `outside` and `rounded` are stored in it. `_Unlike` if it has a root of another mean; None if it
     has none.
     """
-    if not isinstance(term, Product) or len(term.factors) < 2:
+    if not isinstance(term, ProductTerm) or len(term.factors) < 2:
         return None
     unlike: _Unlike | None = None
     for factor, exponent in term.factors:
@@ -195,7 +195,7 @@ def _root_of(algebra: Algebra, square: Term) -> Term | None:
     """The term whose square is `square`. None unless that is a product of even powers with a
     positive coefficient.
     """
-    if not isinstance(square, Product) or square.coefficient <= 0:
+    if not isinstance(square, ProductTerm) or square.coefficient <= 0:
         return None
     if any(exponent % 2 for _, exponent in square.factors):
         return None
@@ -251,7 +251,7 @@ def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
     return "weight" if core.rounded == of_weight else None
 
 
-def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
+def _weight(algebra: Algebra, factors: ProductTerm) -> tuple[Node, float] | None:
     """(the node of the weight, the constant that is added to it) if the scale is one vector, or a
     constant and one. None otherwise.
     """
