@@ -23,9 +23,9 @@ from autopar.models.rows import BatchDims, row_dims
 from autopar.ops.work import tokens_per_row
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose, most_searches
+from autopar.planning.plan_model import check_plan
 from autopar.planning.planner import plan_traced
 from autopar.planning.remedies import BUDGET_S, Ask, remedies
-from autopar.planning.saved_plan import check_plan
 from autopar.planning.searches import Searches
 from autopar.request.arguments import (
     check_arguments,

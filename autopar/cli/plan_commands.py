@@ -22,10 +22,16 @@ from autopar import __version__
 from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
 from autopar.cli.pictures import Pictures, page_options, picture_options
-from autopar.cli.run_commands import calibrate_command, completion, demo, predict, verify_command
+from autopar.cli.run_commands import (
+    calibrate_command,
+    completion,
+    demo,
+    predict,
+    trace_diff_command,
+    verify_command,
+)
 from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
-from autopar.cli.trace_diff import trace_diff_command
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.pins import parse_pins, pins_help
 
@@ -270,7 +276,7 @@ _NOT_WITH_A_PLAN = {
 
 def _show_fusion(plan: Plan, asked: bool) -> None:
     """Prints what of a plan's model is fused, if `asked`; otherwise nothing."""
-    from autopar.explaining.fusion_report import fusion_table
+    from autopar.explaining.plan_report import fusion_table
 
     if asked:
         show(fusion_table(plan.fusion))

@@ -341,7 +341,7 @@ def calibrate_command(
     if as_json:
         click.echo(json.dumps(asdict(spec), indent=1))
     else:
-        from autopar.calibrate.report import calibration_table
+        from autopar.cli.calibrated import calibration_table
 
         show(calibration_table(spec, output))
 
@@ -371,7 +371,7 @@ def _refit(
 
         spec = parsed_cluster(cluster).one_kind if cluster is not None else None
         from autopar.refit.fit import refit
-        from autopar.refit.read_log import read_run
+        from autopar.refit.read_run import read_run
         from autopar.refit.what_ran import job_file, saved_plan
 
         measured = read_run(run)
@@ -386,7 +386,7 @@ def _refit(
             raise AutoparError(_NO_CLUSTER)
         found = refit(measured, at, ran)
     found.cluster.to_yaml(output)
-    from autopar.refit.report import refit_data, refit_table
+    from autopar.cli.calibrated import refit_data, refit_table
 
     if as_json:
         click.echo(json.dumps(refit_data(found), indent=1))
@@ -416,3 +416,28 @@ def completion(ctx: click.Context, shell: str) -> None:
     if kind is None:
         raise AutoparError(f"click has no completion for {shell}")
     click.echo(kind(ctx.find_root().command, {}, "autopar", "_AUTOPAR_COMPLETE").source())
+
+
+@click.command("trace-diff", cls=options.Command)
+@click.argument("predicted", type=click.Path(dir_okay=False))
+@click.argument("measured", type=click.Path(dir_okay=False))
+@options.as_json
+@click.pass_context
+def trace_diff_command(ctx: click.Context, predicted: str, measured: str, as_json: bool) -> None:
+    """Where a measured step parts from the predicted one, range by range.  Exit code 1 if the order
+    of ranges differs.
+
+    PREDICTED is a trace of explain --trace, MEASURED one of engine.profile.
+    \u000c
+    `predicted` and `measured` are paths of traces, which may be compressed. `as_json`: prints JSON
+    instead of a table.
+    """
+    from autopar.report.trace_check import read_trace
+    from autopar.report.trace_diff import trace_diff as compared
+
+    found = compared(read_trace(predicted), read_trace(measured))
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(found.table())
+    ctx.exit(0 if found.parts_at is None else 1)

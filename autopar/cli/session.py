@@ -249,7 +249,7 @@ class Planner:
         """The report (`Report`) on a plan that was made under the pins `pin` for `cluster`
         (default: that of the request), with its simulated step if it `is_drawn`.
         """
-        from autopar.report.command_line import command_line
+        from autopar.explaining.run_lines import command_line
         from autopar.report.explained import full_report
         from autopar.text.plan_words import cluster_of_plan
 

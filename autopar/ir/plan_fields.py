@@ -114,7 +114,7 @@ class Prediction:
         breakdown: seconds of each part of a step, such as 'compute' or 'tp communication'.  They add up to the step time.
         memory: bytes of each part on the fullest device.
         host_bytes: the most that a rank holds in host memory.
-        details: seconds of a step by part of what the ops of the busiest rank do, see `planning/time_details.py`.
+        details: seconds of a step by part of what the ops of the busiest rank do, see `planning/plan_writer.py`.
     """
 
     step_time_s: float

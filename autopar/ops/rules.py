@@ -449,7 +449,7 @@ _TABLE: dict[str, OpRule] = {
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
 _RULES[ROUTED_EXPERTS] = routed_experts_rule
-# `trace/scattered_rows.py`
+# `trace/writes.py`
 _RULES["autopar::row_places"] = keep_dims(lambda call: [1])
 _RULES.update(FUSED)
 # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second

@@ -34,11 +34,13 @@ from autopar.predict.host import waiting_s
 from autopar.predict.machines import device_of, network_of
 from autopar.predict.models import spec_of_run
 from autopar.predict.run import Run, RunPrediction
-from autopar.predict.stage_cuts import stages_pin
+from autopar.request.framework_names import is_nanotron
 from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
-from autopar.request.pins import Pins
+from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
+from autopar.targets.job import ModelShape
+from autopar.targets.nanotron_stages import stages_by_cost
 
 UNLIMITED_BYTES = 2**50
 """Memory of the GPUs for which a run is planned: practically unlimited, so that layouts that do not
@@ -252,3 +254,22 @@ def _pins(run: Run) -> dict[str, Any]:
         pin |= {"vpp": by.vpp, "schedule": schedule, "stages": stages_pin(run)}
     pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})
+
+
+def stages_pin(run: Run) -> str:
+    """The pin `stages` that cuts the pipeline as the framework of the run does: a text of sizes for
+    nanotron with one stage a rank, else `even`. Megatron, DeepSpeed and torchtitan deal layers evenly.
+    """
+    if not is_nanotron(run.software.framework) or run.degrees.vpp > 1:
+        return EVEN
+    dims = run.dims
+    shape = ModelShape(
+        layers=dims.layers,
+        hidden=dims.hidden,
+        heads=dims.heads,
+        ffn=dims.ffn,
+        vocab=dims.vocab,
+        moe_ffn=dims.moe_ffn,
+        gated=dims.activation == "swiglu",
+    )
+    return "-".join(map(str, stages_by_cost(shape, run.degrees.pp, run.degrees.padded_vocab)))

@@ -5,17 +5,20 @@ here.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models.constants import GIB
 from autopar_cost_models.memory_error import FIT_CHANCE, SPREAD
 
-from autopar.predict.assumed import Assumed, assumed_counts, assumed_of
+from autopar.errors import AutoparError, shown
 from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
+from autopar.predict.defaults import DEFAULTS
+from autopar.predict.machines import device_of, network_of
 from autopar.predict.run import Run
 from autopar.predict.score import (
     LARGE_GROUP,
@@ -410,3 +413,57 @@ def _signed(share: float | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if isfinite(value) else "-"
+
+
+_RULES = {default.field: default for default in DEFAULTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Something that is inferred for a run: `what` it is, its value or rule in words, and why."""
+
+    what: str
+    rule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.rule} ({self.reason})"
+
+
+def assumed_of(run: Run) -> tuple[Assumed, ...]:
+    """What is assumed for a run: its device and network first, then its blank fields."""
+    found = [*_of_machine(run)]
+    for name in run.defaulted:
+        default = _RULES[name]
+        found.append(Assumed(name, default.rule, default.reason))
+    return tuple(found)
+
+
+def _of_machine(run: Run) -> Iterable[Assumed]:
+    machine = run.machine
+    try:
+        device = device_of(machine.gpu)
+    except AutoparError:  # which says so in the place of a prediction
+        return
+    if device != machine.gpu.strip().lower():
+        yield Assumed("device", device, f"gpu is {shown(machine.gpu)}")
+    if machine.gpus <= machine.nvlink_domain:
+        return
+    _, node = network_of(device, machine.nvlink_domain, machine.nic_Bps, machine.system)
+    rate = f"at {machine.nic_Bps * 8 / 1e9:g} Gbit/s a GPU"
+    if machine.system and node == machine.system:
+        yield Assumed("network", f"that of {node}, {rate}", "the row names the system")
+    elif machine.system:
+        why = f"{machine.system}, which the row names, has other nodes"
+        yield Assumed("network", f"kind and efficiency of {node or device}, {rate}", why)
+    elif node:
+        why = "no system is named: that of the device's usual node"
+        yield Assumed("network", f"kind and efficiency of {node}, {rate}", why)
+    else:
+        why = f"no system is named, and the catalogue has no node with {device}"
+        yield Assumed("network", f"kind and efficiency of Ethernet, {rate}", why)
+
+
+def assumed_counts(runs: Iterable[Run]) -> list[tuple[Assumed, int]]:
+    """(what is assumed, for how many of the runs), the most frequent first."""
+    return Counter(assumed for run in runs for assumed in assumed_of(run)).most_common()

@@ -4,6 +4,7 @@ calls them like the model's forward.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import argument
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import RP, AxisLayout, P
@@ -21,7 +23,6 @@ from autopar.ops.values import output_nodes, value_grads, value_name
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
-from autopar.rewrite.joint_rotary import join_rotations
 from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout
 from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.lowerings.vocabulary_parallel import in_training
@@ -38,6 +39,9 @@ from autopar.rewrite.root import (
 from autopar.rewrite.shard import ClassSharder
 from autopar.rewrite.stages import Stage, cut_stages, holders_of, steady_values
 from autopar.trace.fusion.fused import fused
+
+_SINGLE = torch.ops.autopar.rotary_single.default
+_SHARED = [each.name for each in _SINGLE._schema.arguments if each.name != "x"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,3 +439,52 @@ def copied_graph(graph: Graph) -> Graph:
     for old, copied in mapping.items():
         copied.meta = dict(old.meta)
     return new
+
+
+def join_rotations(graph: Graph) -> Graph:
+    """Join each two calls of `autopar::rotary_single` that share their tables into one of
+    `autopar::rotary`, in place, and return the graph. Queries and keys then rotate in one launch.
+
+    Requires: a graph of local ops. Ensures: the same values and gradients, to the bit. Both calls
+    have their layouts: keys may be replicated over an axis that shards queries.
+    """
+    waiting: dict[tuple, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=_SINGLE):
+        first = waiting.pop(_shared(node), None)
+        if first is None or not all(node < user for user in first.users):
+            waiting[_shared(node)] = node
+        else:
+            _join(graph, first, node)
+    graph.lint()
+    return graph
+
+
+def _shared(node: Node) -> tuple:
+    """What two calls must have in common, as a key: tables, attributes, sizes of all dims but
+    heads, and the layouts that shard these dims.
+    """
+    heads = 2 if argument(node, "heads_last") else 1
+    shape = [str(size) for dim, size in enumerate(node.meta["whole"].shape) if dim != heads]
+    layouts = [
+        (axis, str(layout))
+        for axis, layout in node.meta["layouts"].items()
+        if layout.dim not in (None, heads)
+    ]
+    return (*(argument(node, name) for name in _SHARED), *shape, *layouts)
+
+
+def _join(graph: Graph, first: Node, second: Node) -> None:
+    """Replace two calls of `autopar::rotary_single` by one of `autopar::rotary` at the place of
+    `second`, in place.
+    """
+    operands = (argument(first, "x"), argument(second, "x"))
+    shared = {name: argument(first, name) for name in _SHARED}
+    with graph.inserting_before(second):
+        joint = graph.call_function(torch.ops.autopar.rotary.default, operands, shared)
+        items = [graph.call_function(operator.getitem, (joint, number)) for number in range(2)]
+    joint.meta["op"] = second.meta["op"]
+    for old, new in zip((first, second), items, strict=True):
+        new.meta = {key: value for key, value in old.meta.items() if key != "op"}
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+        new._rename(old.name)

@@ -41,9 +41,9 @@ from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
 from autopar.runtime.state.clipping import Clip
 from autopar.runtime.state.holding import HOST, Holding
 from autopar.runtime.state.materialize import materialize
+from autopar.runtime.state.optimizers import check_dense_is_the_same
 from autopar.runtime.state.parameters import Parameters
 from autopar.runtime.state.precision import PRECISION_DTYPES, LossScale
-from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters
 from autopar.runtime.state.weights import Weights
 from autopar.trace.fusion.fused import fused

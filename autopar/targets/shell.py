@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from autopar.errors import AutoparError
-from autopar.targets.assignments import ASSIGNMENT
+from autopar.targets.assignments import ASSIGNMENT, Assignments
 from autopar.targets.conditions import either
 from autopar.targets.expansion import (
     LOST,
@@ -24,9 +24,11 @@ from autopar.targets.expansion import (
     shown_value,
     unknown,
 )
-from autopar.targets.script_files import ReadFile, ScriptFiles
 from autopar.targets.shell_commands import Block, Node, ShellCommand, parse
-from autopar.targets.shell_words import CLOSE, Word, WordPart
+from autopar.targets.shell_words import CLOSE, MOST_CHARACTERS, Word, WordPart
+
+ReadFile = Callable[[str], str | None]
+"""Returns the text of a file that a script reads with `source`, or None."""
 
 _MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
@@ -79,6 +81,49 @@ def _batch_variables(text: str) -> dict[str, ShellValue]:
     if each:
         found_values |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), str(each))
     return found_values
+
+
+class ScriptFiles(Assignments):
+    """Takes over what commands write to files."""
+
+    def __init__(self, script: Script, read_file: ReadFile) -> None:
+        super().__init__(script)
+        self.read_file = read_file
+        self.piped: str | None = None  # what `sed` hands to the next command
+
+    def edits(self, words: tuple[str, ...], node: ShellCommand) -> None:
+        """Takes over what `sed "s/A/B/" FILE > OTHER` writes, also behind a pipe. Only plain texts are
+        replaced; with another edit the file is not known.
+        """
+        rest = [word for word in words[1:] if word != "-e"]
+        text = self.piped
+        if len(rest) == 2 and is_known(rest[1]):
+            text = self.script.reader(self.read_file)(rest[1])
+        found = re.fullmatch(r"s(\W)([\w .:{}<>@%-]+)\1([^\n]*?)\1g?", rest[0]) if rest else None
+        self.piped = None
+        if text is None or found is None or len(rest) > 2 or self.unsure:
+            return
+        new = found[3].replace(f"\\{found[1]}", found[1])
+        if len(text) + text.count(found[2]) * len(new) > MOST_CHARACTERS:
+            return
+        text = text.replace(found[2], new)
+        if node.end == "|":
+            self.piped = text
+        elif (file := self.text(node.written)) and is_known(file):
+            self.script.files[file] = text
+
+    def takes_document(self, words: tuple[str, ...], node: ShellCommand) -> bool:
+        """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another
+        command.
+        """
+        text = self.text(node.document or ())
+        tee = words[0] == "tee" and len(words) == 2
+        if words == ("cat",) or tee:
+            file = words[1] if tee else self.text(node.written)
+            if file and is_known(file):
+                self.script.files[file] = text
+            return bool(file)
+        return words[0] == "read" and self.reads(words, text)
 
 
 class _Stop(Exception):

@@ -21,10 +21,9 @@ from autopar.ops.values import output_nodes
 from autopar.trace.assigned_state import AssignedState
 from autopar.trace.batches import ExampleInputs, batch_entries, form_of
 from autopar.trace.captured import Captured
-from autopar.trace.captured_copy import in_the_copy
 from autopar.trace.changed_state import check_changes, rounding_notes
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
-from autopar.trace.copying import copy_with, meta_copy
+from autopar.trace.copying import copy_with, in_the_copy, meta_copy
 from autopar.trace.edit import call
 from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.functionalize import functional

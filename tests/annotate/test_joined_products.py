@@ -9,7 +9,7 @@ import torch
 from autopar_cost_models import DEVICES
 from torch.fx import Graph
 
-from autopar.annotate.joined_products import joined_outputs
+from autopar.annotate.call_kernels import joined_outputs
 from autopar.annotate.kernels import MatrixProduct, kernels_of
 from autopar.request.software import Software
 

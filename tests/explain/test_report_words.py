@@ -16,7 +16,7 @@ from autopar.ir.cluster import ClusterSpec, plain_data
 from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.planning.remedies import Ask, Remedies
 from autopar.text.device_words import misfit_advice
-from autopar.text.recompute_words import recompute_words
+from autopar.text.plan_words import recompute_words
 from autopar.text.units import count, ms
 
 

@@ -6,8 +6,8 @@ import pytest
 from autopar_cost_models import NODES
 from support.published_rows import GPT, LLAMA, MOE, write
 
-from autopar.predict.assumed import assumed_of
 from autopar.predict.evaluate import cluster_of, evaluate
+from autopar.predict.report import assumed_of
 from autopar.predict.runs import read_runs
 
 ONE = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "hidden": "1024", "ffn_hidden": "", "seq": "512",

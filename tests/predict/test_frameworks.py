@@ -9,7 +9,7 @@ from autopar_cost_models import DEVICES, memory_time_s
 from support.published_rows import GPT, MOE, write
 
 from autopar.annotate.kernels import kernels_of
-from autopar.predict.evaluate import case_of, evaluate, price_run
+from autopar.predict.evaluate import case_of, evaluate, price_run, stages_pin
 from autopar.predict.frameworks import (
     bias_operations,
     offloaded,
@@ -20,7 +20,6 @@ from autopar.predict.report import GIB
 from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
 from autopar.predict.score import Scored
-from autopar.predict.stage_cuts import stages_pin
 from autopar.request.frameworks import (
     LIVE_PARAMETERS,
     NETWORK_SLOWS_HOST,

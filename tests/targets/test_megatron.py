@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from autopar.errors import AutoparError
 from autopar.targets.bridge import BRIDGE
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.megatron import MEGATRON
 from autopar.targets.megatron_layout import counted_stages, ended_stages, layout_stages, layout_text
-from autopar.targets.registry import read_job
+from autopar.targets.registry import MEGATRON, read_job
 from autopar.targets.target import NotExpressible, Source
 
 SCRIPT = """#!/bin/bash

@@ -15,9 +15,8 @@ from autopar.targets.accelerate import ACCELERATE
 from autopar.targets.deepspeed import DEEPSPEED
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.nanotron import NANOTRON
-from autopar.targets.registry import TARGETS, read_job
+from autopar.targets.registry import TARGETS, TORCHTITAN, read_job
 from autopar.targets.target import NotExpressible, Source, Target
-from autopar.targets.torchtitan import TORCHTITAN
 from autopar.targets.torchtitan_options import split_layers
 from autopar.targets.transformers import TRANSFORMERS
 

@@ -23,8 +23,7 @@ from autopar.ops.work import positions
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
-from autopar.runtime.batches.batch_checks import IndexLimits
-from autopar.runtime.batches.batch_shapes import check_names, check_shapes
+from autopar.runtime.batches.batch_checks import IndexLimits, check_names, check_shapes
 from autopar.runtime.batches.deal import Deal, deal, even_deal, rows_of_rank
 from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_rows
 from autopar.runtime.batches.meeting import CALL, NO_CALL, CallRecord, Meeting

@@ -22,9 +22,7 @@ from autopar.ir.traced import BlockClass, TracedModel, per_model
 from autopar.ops.values import output_nodes
 from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
-from autopar.trace.fusion.bias_activations import match_bias_activation
-from autopar.trace.fusion.gated import match_gated
-from autopar.trace.fusion.gated_norms import match_gated_norm, with_gate_first
+from autopar.trace.fusion.gated import match_bias_activation, match_gated
 from autopar.trace.fusion.linear_losses import match_linear_loss
 from autopar.trace.fusion.losses import match_loss
 from autopar.trace.fusion.matches import (
@@ -36,7 +34,7 @@ from autopar.trace.fusion.matches import (
     viewed,
     without_bias,
 )
-from autopar.trace.fusion.norms import match_norm, with_residual
+from autopar.trace.fusion.norms import match_gated_norm, match_norm, with_gate_first, with_residual
 from autopar.trace.fusion.rotary import match_rotary
 from autopar.trace.fusion.softmaxes import match_softmax
 from autopar.trace.fusion.validate import wrong

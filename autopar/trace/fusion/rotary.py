@@ -7,7 +7,7 @@ The columns of a pair are halves or neighbours of x.  Pairs that are read as nei
 Where a part of the columns rotates, which is cut out before and joined after, the op reads all columns and copies the others.
 A result that is rounded to the dtype that x had before it was widened is rounded by the op.
 
-Queries and keys are an op each: over tp, keys may be replicated where queries are sharded.  `rewrite/joint_rotary.py` joins their launches.
+Queries and keys are an op each: over tp, keys may be replicated where queries are sharded.  `rewrite/program.py` joins their launches.
 """
 
 from __future__ import annotations
