@@ -63,7 +63,7 @@ class BlockClass:
 
 
 @dataclass(frozen=True, slots=True)
-class InputSource:
+class Source:
     """A record of where a segment input comes from: output `index` of the earlier segment number
     `segment`, or, if `segment` is -1, the model input `name`.
     """
@@ -76,13 +76,13 @@ class InputSource:
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One instance of a block class: which parameter fills each slot of its graph, and which
-    `InputSource` each input reads. `class_index` indexes `TracedModel.classes`.
+    `Source` each input reads. `class_index` indexes `TracedModel.classes`.
     """
 
     name: str
     class_index: int
     parameters: tuple[str, ...]  # ParameterSpec names, one per slot
-    inputs: tuple[InputSource, ...]
+    inputs: tuple[Source, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class TracedModel:
     step_values: StepValues | None
     model_hash: str
     notes: tuple[str, ...] = ()
-    updates: dict[str, InputSource] = field(default_factory=dict)
+    updates: dict[str, Source] = field(default_factory=dict)
     fusion: Fusion = UNFUSED
     row_dims: dict[str, int] = field(default_factory=dict)
     row_limits: tuple[RowLimit, ...] = ()

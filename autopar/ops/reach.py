@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import is_attention
 from autopar.ir.sharding import CONTIGUOUS, Pattern
-from autopar.ir.traced import InputSource, TracedModel
+from autopar.ir.traced import Source, TracedModel
 from autopar.ops.dims import (
     Call,
     Letters,
@@ -121,7 +121,7 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
     classes.
     """
     edges: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
-    readers: dict[InputSource, list[tuple[int, str]]] = defaultdict(list)
+    readers: dict[Source, list[tuple[int, str]]] = defaultdict(list)
     for segment in traced.segments:
         placeholders = [
             n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"

@@ -18,7 +18,7 @@ from autopar.ir.calls import argument
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import RP, AxisLayout, P
-from autopar.ir.traced import InputSource, ParameterSpec, StepValues, TracedModel
+from autopar.ir.traced import ParameterSpec, Source, StepValues, TracedModel
 from autopar.ops.values import output_nodes, value_grads, value_name
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
@@ -260,7 +260,7 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 
 
 def _crossing(
-    traced: TracedModel, plan: Plan, choices: list[Key], source: InputSource, steady: bool
+    traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
 ) -> SegmentValue:
     """The `SegmentValue` that describes output `source.index` of segment `source.segment`, which another
     stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient. `choices`

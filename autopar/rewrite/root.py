@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.sharding import P, R, S, conversion_path
-from autopar.ir.traced import InputSource, Segment, TracedModel
+from autopar.ir.traced import Segment, Source, TracedModel
 from autopar.ops.dims import has_batch
 from autopar.ops.values import output_nodes
 from autopar.rewrite.lowerings.dropout import NOISE, segment_noise
@@ -76,7 +76,7 @@ class RootGraph:
         traced: TracedModel,
         stage: Stage,
         sharders: Mapping[int, ClassSharder],
-        values: Mapping[InputSource, SegmentValue],
+        values: Mapping[Source, SegmentValue],
         mesh: MeshShape,
         rank: int,
     ) -> None:
@@ -88,7 +88,7 @@ class RootGraph:
         self.graph = Graph()
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in self.axes}
         self.sizes = LocalSizes(self.graph, mesh, coordinates)
-        self.values: dict[InputSource, Node] = {}
+        self.values: dict[Source, Node] = {}
         self.converted: dict[tuple, Node] = {}
         self.noise: Node | None = None
 
@@ -101,9 +101,7 @@ class RootGraph:
             self._take(source, value.name, value.whole, value.layouts)
         vals = self.traced.graph_inputs
         for name in self.stage.inputs:
-            self._take(
-                InputSource(name=name), name, vals[name], input_layouts(vals[name], self.mesh)
-            )
+            self._take(Source(name=name), name, vals[name], input_layouts(vals[name], self.mesh))
         if any(sharder.noise is not None for sharder in self.sharders.values()):
             self.noise = self.graph.placeholder(NOISE)
         for index in range(self.stage.start, self.stage.end):
@@ -121,11 +119,11 @@ class RootGraph:
         """The node of the loss. Axes over which it is a sum of ranks' parts keep it as this rank's
         part, from which backward can start (`Program.loss_axes`).
         """
-        node = self.values[InputSource(len(self.traced.segments) - 1, 0)]
+        node = self.values[Source(len(self.traced.segments) - 1, 0)]
         layouts = node.meta["layouts"].items()
         return self._convert(node, {axis: to if to == P else R for axis, to in layouts})
 
-    def _take(self, source: InputSource, name: str, val: torch.Tensor, layouts: Layouts) -> None:
+    def _take(self, source: Source, name: str, val: torch.Tensor, layouts: Layouts) -> None:
         node = self.graph.placeholder(name)
         if not name.isidentifier() or iskeyword(
             name
@@ -134,7 +132,7 @@ class RootGraph:
         self.sizes.offer(node, val, layouts)
         self._record(source, node, val, layouts)
 
-    def _record(self, source: InputSource, node: Node, val: torch.Tensor, layouts: Layouts) -> None:
+    def _record(self, source: Source, node: Node, val: torch.Tensor, layouts: Layouts) -> None:
         self.values[source] = node
         node.meta |= {"whole": val, "layouts": layouts}
 
@@ -153,7 +151,7 @@ class RootGraph:
             item = self.graph.call_function(operator.getitem, (call, k))
             layouts = {axis: sharder.plan.ops[f"output{k}"][axis].inputs[0] for axis in self.axes}
             item._rename(f"{name}_{node.name}")
-            self._record(InputSource(index, k), item, node.meta["val"], layouts)
+            self._record(Source(index, k), item, node.meta["val"], layouts)
 
     def _convert(self, node: Node, wanted: Layouts) -> Node:
         have = node.meta["layouts"]

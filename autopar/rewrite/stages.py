@@ -17,7 +17,7 @@ from torch.fx import Node
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.traced import InputSource, TracedModel
+from autopar.ir.traced import Source, TracedModel
 from autopar.ops.values import output_nodes
 
 
@@ -33,8 +33,8 @@ class Stage:
     end: int
     inputs: tuple[str, ...]
     updates: tuple[str, ...]
-    received: tuple[InputSource, ...] = ()
-    sent: tuple[InputSource, ...] = ()
+    received: tuple[Source, ...] = ()
+    sent: tuple[Source, ...] = ()
 
 
 def cut_stages(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
@@ -80,8 +80,8 @@ def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def _crossing(traced: TracedModel, end: int) -> tuple[InputSource, ...]:
-    """The values that segments before `end` make and segments from `end` on read, as `InputSource`s in
+def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
+    """The values that segments before `end` make and segments from `end` on read, as `Source`s in
     the order in which they are made. Model inputs are left out.
     """
     later = {
@@ -111,12 +111,12 @@ def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
             )
 
 
-def steady_values(traced: TracedModel) -> frozenset[InputSource]:
-    """The values between segments, as `InputSource`s, that are the same for all micro-batches of a step.
+def steady_values(traced: TracedModel) -> frozenset[Source]:
+    """The values between segments, as `Source`s, that are the same for all micro-batches of a step.
     They are computed from constants, parameters, unmodified buffers and sizes; examples are rotary
     tables and causal masks.
     """
-    found: set[InputSource] = set()
+    found: set[Source] = set()
     for number, segment in enumerate(traced.segments):
         block = traced.classes[segment.class_index]
         fills = dict(zip(block.slots, segment.parameters, strict=True))
@@ -135,7 +135,7 @@ def steady_values(traced: TracedModel) -> frozenset[InputSource]:
             if varies:
                 varying.add(node)
         results = enumerate(output_nodes(block.graph))
-        found |= {InputSource(number, k) for k, node in results if node not in varying}
+        found |= {Source(number, k) for k, node in results if node not in varying}
     return frozenset(found)
 
 

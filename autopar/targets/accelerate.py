@@ -16,7 +16,7 @@ from autopar.targets.target import (
     ONE_ORDER,
     WHOLE_POSITIONS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     even_heads,
     even_positions,
@@ -53,7 +53,7 @@ _TOP = frozenset(
 """Keys of `ClusterConfig` (accelerate 1.15), and two that it converts. Others are refused."""
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     marks = r"^\s*[\"']?(distributed_type|compute_environment)[\"']?\s*:"
     of_deepspeed = re.search(r'^[\s{]*"zero_optimization"\s*:', source.text, re.MULTILINE)
     stray = of_deepspeed is not None and "deepspeed_config" not in source.text
@@ -61,7 +61,7 @@ def _reads(source: Source) -> bool:
     return is_text and re.search(marks, source.text, re.MULTILINE) is not None
 
 
-def read_accelerate(source: Source) -> Job:
+def read_accelerate(source: SourceFile) -> Job:
     """The job of an Accelerate configuration. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
     args = Arguments(_with_deepspeed(flat_texts(data), source))
@@ -96,7 +96,7 @@ def read_accelerate(source: Source) -> Job:
     return open_layout(job, zero=(0, 1, 2, 3), offload=("optimizer", "parameters"))
 
 
-def _with_deepspeed(values: dict[str, str], source: Source) -> dict[str, str]:
+def _with_deepspeed(values: dict[str, str], source: SourceFile) -> dict[str, str]:
     """The values, with those of the file of DeepSpeed that they name, if it is beside."""
     path = values.get("deepspeed_config.deepspeed_config_file", "")
     if not path or (text := source.read_file(path)) is None:

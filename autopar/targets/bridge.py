@@ -17,7 +17,7 @@ from autopar.targets.megatron_words import MEGATRON_ASPECTS
 from autopar.targets.megatron_write import megatron_flags
 from autopar.targets.python_calls import precision_record
 from autopar.targets.python_values import text_of
-from autopar.targets.target import NotExpressible, Source, Target, torchrun
+from autopar.targets.target import NotExpressible, SourceFile, Target, torchrun
 from autopar.targets.unknown import ALL_OPTIONS, SHAPE, each, unstated
 
 _NAMES = {
@@ -115,7 +115,7 @@ _RECIPES = re.compile(
 """What files of Python say that hold recipes."""
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     if _PERFORMANCE.search(source.text) and not source.name.endswith(".py"):
         return True
     if source.name.endswith(".py"):
@@ -129,7 +129,7 @@ def _reads(source: Source) -> bool:
     )
 
 
-def _read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of overrides in a script, or of the YAML of a recipe. Raises AutoparError if there is
     none.
     """
@@ -180,7 +180,7 @@ def job_over_recipe(data: Mapping[str, object], findings: list[Finding]) -> Job:
     return replace(job, findings=(*findings, *job.findings))
 
 
-def _of_yaml(source: Source) -> Job:
+def _of_yaml(source: SourceFile) -> Job:
     """The job of a YAML file: of a whole configuration, or of overrides of a recipe."""
     if not re.search(r"_target_:\s*megatron\.bridge", source.text):
         job = each(read_megatron(source, over=True), _of_recipe)
@@ -188,7 +188,7 @@ def _of_yaml(source: Source) -> Job:
     return each(read_megatron(source), _of_recipe)
 
 
-def _of_performance(source: Source) -> Job:
+def _of_performance(source: SourceFile) -> Job:
     """The job of a script that starts a performance recipe by name. Raises AutoparError if no command
     does.
     """

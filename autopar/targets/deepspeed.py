@@ -17,7 +17,7 @@ from autopar.targets.target import (
     WHOLE_POSITIONS,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     multiples_near,
     nodes_of,
@@ -45,12 +45,12 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     marks = r'"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"\s*:'
     return source.text.lstrip()[:1] in ("{", "/") and re.search(marks, source.text) is not None
 
 
-def read_deepspeed(source: Source) -> Job:
+def read_deepspeed(source: SourceFile) -> Job:
     """The job of a `ds_config.json`. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
     values = flat_texts(data)

@@ -30,7 +30,7 @@ from autopar.targets.megatron_options import megatron_job
 from autopar.targets.megatron_recipes import is_recipe, recipe_options
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import ReadFile
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 from autopar.targets.unknown import ALL_OPTIONS, unstated
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
@@ -38,7 +38,7 @@ _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_lay
 """Options by which a job is recognized: two of them are enough."""
 
 
-def looks_like_megatron(source: Source) -> bool:
+def looks_like_megatron(source: SourceFile) -> bool:
     """Whether at least two of Megatron's own options stand in the text."""
     if re.search(r'"(model_type|architectures)"\s*:', source.text):  # a model of Transformers
         return False
@@ -52,7 +52,7 @@ def looks_like_megatron(source: Source) -> bool:
     return marks >= 2 or verl is not None or _bases_look_like_megatron(source)
 
 
-def _bases_look_like_megatron(source: Source) -> bool:
+def _bases_look_like_megatron(source: SourceFile) -> bool:
     """Whether a YAML file extends others with Megatron's options, or says that Megatron runs it."""
     name, text = source.name.lower(), source.text
     if not name.endswith((".yaml", ".yml")) or not re.search(r"^(defaults|extends):", text, re.M):
@@ -67,7 +67,7 @@ def _bases_look_like_megatron(source: Source) -> bool:
     return sum(mark in names for mark in _MARKS) >= 2
 
 
-def read_megatron(source: Source, over: bool = False) -> Job:
+def read_megatron(source: SourceFile, over: bool = False) -> Job:
     """The job of a launch script, of a dump of arguments, or of YAML with Megatron's names. `over`:
     the YAML stands over values that are not there. Raises AutoparError if the text has no job of
     Megatron-LM.
@@ -119,7 +119,7 @@ def job_of_mapping(data: Mapping[str, object], missing: Iterable[str] = ()) -> J
     return _with(megatron_job(options, missing=unstated(missing, options)), findings)
 
 
-def _of_recipe(source: Source) -> Job:
+def _of_recipe(source: SourceFile) -> Job:
     """The job of a function that returns a recipe of NeMo or Megatron-Bridge."""
     settings = settings_of(source, is_recipe)
     options = recipe_options(settings)
@@ -133,7 +133,7 @@ def _with(job: Job, findings: list[Finding]) -> Job:
     return replace(job, findings=(*findings, *job.findings))
 
 
-def _of_script(source: Source) -> Job:
+def _of_script(source: SourceFile) -> Job:
     script = source.script()
     best, launched = max(
         script.programs(), key=lambda program: _marks(program[1]), default=(-1, ())

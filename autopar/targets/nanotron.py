@@ -21,7 +21,7 @@ from autopar.targets.target import (
     ONE_STAGE,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     divisors_near,
     even_heads,
@@ -46,7 +46,7 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     text = source.text
     return (
         re.search(r"^parallelism:", text, re.MULTILINE) is not None
@@ -57,7 +57,7 @@ def _reads(source: Source) -> bool:
     )
 
 
-def _read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a nanotron configuration. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
     if not isinstance(data.get("parallelism"), dict):

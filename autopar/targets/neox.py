@@ -20,7 +20,7 @@ from autopar.targets.target import (
     ONE_STAGE,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     divisors_near,
     even_heads,
@@ -49,7 +49,7 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     text = source.text
     yaml = source.name.lower().endswith((".yml", ".yaml", ".json"))
     if not yaml or not _MARKS.search(text):
@@ -62,7 +62,7 @@ def _reads(source: Source) -> bool:
     return len(own) > 1 or (bool(own) and bool(names & {_MICRO, "num_attention_heads"}))
 
 
-def _read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a configuration. GPT-NeoX merges several files, so that one alone may lack values.
     Raises AutoparError if it is none.
     """

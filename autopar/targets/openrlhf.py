@@ -22,7 +22,7 @@ from autopar.targets.target import (
     WHOLE_POSITIONS,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     even_heads,
     nodes_of,
@@ -62,14 +62,14 @@ _NEUTRAL = re.compile(
 _BATCH = "train_batch_size"
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     trainer = re.search(r"openrlhf[./]cli|\btrain_(ppo\w*|sft|dpo|rm|kto|kd)\.py", source.text)
     known = re.search(r"--(ds\.zero_stage|train\.(micro_)?batch_size)\b", source.text)
     named = "micro_train_batch_size" in source.text or (trainer and known) is not None
     return named and not source.name.endswith(".py")
 
 
-def _read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
     AutoparError if no command starts a trainer of OpenRLHF.
     """

@@ -12,7 +12,7 @@ from autopar.targets.bridge import job_over_recipe
 from autopar.targets.extended import extended_file, merged_mappings
 from autopar.targets.job import Finding, Job
 from autopar.targets.megatron_read import job_of_mapping
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 from autopar.targets.torchtitan_read import EVERY_OPTION, TorchtitanOptions, job_of_options
 from autopar.targets.unknown import ALL_OPTIONS, SHAPE
 
@@ -37,7 +37,7 @@ _SECTIONS = (
 """Sections of torchtitan that stand in an override."""
 
 
-def reads_primus(source: Source) -> bool:
+def reads_primus(source: SourceFile) -> bool:
     """Whether a file is one of Primus: modules, each with its framework."""
     yaml = source.name.lower().endswith((".yaml", ".yml"))
     return (
@@ -47,7 +47,7 @@ def reads_primus(source: Source) -> bool:
     )
 
 
-def read_primus(source: Source) -> Job:
+def read_primus(source: SourceFile) -> Job:
     """The job of the first module that trains. Raises AutoparError if it is one of a framework that
     autopar does not read.
     """
@@ -97,7 +97,7 @@ def _modules(data: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, obj
 
 
 def _preset(
-    name: str, kind: str, framework: str, source: Source, findings: list[Finding]
+    name: str, kind: str, framework: str, source: SourceFile, findings: list[Finding]
 ) -> Mapping[str, object] | None:
     """The values of a preset over what it extends; None with a finding if it is not there."""
     places = [place.format(name=name, kind=kind, framework=framework) for place in _PLACES]

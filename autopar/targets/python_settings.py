@@ -24,7 +24,7 @@ from autopar.targets.python_values import (
     Unset,
     text_of,
 )
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 
 MOST_TOTAL = 300_000
 """The most steps that are spent on all functions of a file."""
@@ -101,7 +101,7 @@ class Settings:
 Fits = Callable[[Settings], bool]
 
 
-def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
+def settings_of(source: SourceFile, fits: Fits, parts: bool = False) -> Settings:
     """The settings of a function of a Python file, by default of the first that `fits` accepts. One of
     a toy or for fine-tuning counts only if there is no other. With `parts`, they are those of each
     object that is made there, by its class. Raises AutoparError if the text is no Python, or has no

@@ -14,7 +14,7 @@ from autopar.targets.expansion import is_known, shown_value, unknown
 from autopar.targets.extended import extended_mapping
 from autopar.targets.job import Job
 from autopar.targets.shell import read_script
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 
 _OFF = ("", "[]", "{}", "0.0", "()", "''", '""')
 _FILES = (
@@ -70,7 +70,7 @@ def shown_option(path: str, value: str) -> str:
     return path if value == "true" else f"{path}={shown_value(value)[:60]}"
 
 
-def options_of_job(source: Source, job: Job) -> JobOptions:
+def options_of_job(source: SourceFile, job: Job) -> JobOptions:
     """The options in the file of a job. Where a file has several commands or functions, those of the
     one with most of the options that were read for the job.
     """
@@ -83,7 +83,7 @@ def options_of_job(source: Source, job: Job) -> JobOptions:
         return JobOptions()
 
 
-def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> JobOptions:
+def _options(texts: Mapping[str, str], source: SourceFile, **fields: Any) -> JobOptions:
     """Options from texts by path, with those of the files that they name."""
     plain = {re.sub(r"^[+~]*", "", path).replace("-", "_"): text for path, text in texts.items()}
     own = dict(plain)
@@ -97,7 +97,7 @@ def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> JobOpti
     return JobOptions(values, off, texts=own, **fields)
 
 
-def _of_data(source: Source, suffix: str) -> Mapping[str, object]:
+def _of_data(source: SourceFile, suffix: str) -> Mapping[str, object]:
     if suffix == "toml":
         import tomllib
 
@@ -112,7 +112,7 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
     return {path: str(value) for path, value in values.items()}
 
 
-def _of_python(source: Source, job: Job) -> JobOptions:
+def _of_python(source: SourceFile, job: Job) -> JobOptions:
     try:
         tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -161,7 +161,7 @@ def _text(node: ast.expr) -> str:
         return unknown(ast.unparse(node)[:60])
 
 
-def _of_script(source: Source, job: Job) -> JobOptions:
+def _of_script(source: SourceFile, job: Job) -> JobOptions:
     script = read_script(source.text, source.read_file, source.args)
     names, best, program = set(job.flags), dict[str, str](), ""
     servers: list[str] = []
@@ -202,7 +202,7 @@ def command_options(words: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _of_files(values: Mapping[str, str], source: Source) -> dict[str, str]:
+def _of_files(values: Mapping[str, str], source: SourceFile) -> dict[str, str]:
     """The options in the files that options name, each under the name of its option."""
     found: dict[str, str] = {}
     for path, name in values.items():

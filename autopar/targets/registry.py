@@ -31,7 +31,7 @@ from autopar.targets.nanotron import NANOTRON
 from autopar.targets.neox import NEOX
 from autopar.targets.openrlhf import OPENRLHF
 from autopar.targets.shell_words import CLOSE, OPEN
-from autopar.targets.target import Source, Target
+from autopar.targets.target import SourceFile, Target
 from autopar.targets.torchtitan_options import torchtitan_stages
 from autopar.targets.torchtitan_read import looks_like_torchtitan, read_torchtitan
 from autopar.targets.torchtitan_rules import torchtitan_refusals, torchtitan_restriction
@@ -195,7 +195,7 @@ def _arguments(args: Sequence[str] | None, text: str, path: str) -> tuple[str, .
     return tuple(args)
 
 
-def _reader_of(source: Source) -> Callable[[Source], Job] | None:
+def _reader_of(source: SourceFile) -> Callable[[SourceFile], Job] | None:
     """What reads a file, by its form; None if nothing does. Raises AutoparError for a job of a
     framework that autopar does not read.
     """
@@ -236,7 +236,7 @@ def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | 
         place = folder / name
         return read_text(place, "module") if place.is_file() else None
 
-    source = Source(text, Path(path).name, beside, function, given, exact)
+    source = SourceFile(text, Path(path).name, beside, function, given, exact)
     read = target_of(target).read if target is not None else _reader_of(source)
     if read is not None:
         return whole_job(lambda changed: over_branches(changed, read), source)
@@ -247,7 +247,7 @@ def read_job(path: str | Path, target: str | None = None, args: Sequence[str] | 
     )
 
 
-def refuse_unread(source: Source) -> None:
+def refuse_unread(source: SourceFile) -> None:
     """Raises AutoparError for a job of a framework that autopar does not read, and names it."""
     text, file = source.text[:MOST_READ], source.name.lower()
     for framework, ends, marks in _FORMS:
@@ -257,7 +257,7 @@ def refuse_unread(source: Source) -> None:
             )
 
 
-def over_branches(source: Source, read: Callable[[Source], Job]) -> Job:
+def over_branches(source: SourceFile, read: Callable[[SourceFile], Job]) -> Job:
     """The job of a source. Of a script it has all that the script may be besides, by the tests and
     cases that it does not decide. Raises AutoparError as `read`.
     """

@@ -15,7 +15,7 @@ from autopar.targets.arguments import Arguments, flat_texts, options_of
 from autopar.targets.expansion import is_known, shown_value
 from autopar.targets.job import Finding, Job
 from autopar.targets.python_settings import Settings, settings_of
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 from autopar.targets.torchtitan_options import (
     FLAVOR,
     MODE,
@@ -46,7 +46,7 @@ _STARTS = re.compile(r"^--(parallelism|training|job)\.|torchtitan|(^|/)(train\.p
 """Words of a command that starts a training."""
 
 
-def looks_like_torchtitan(source: Source) -> bool:
+def looks_like_torchtitan(source: SourceFile) -> bool:
     """Whether the text sets degrees of torchtitan."""
     text = source.text
     return (
@@ -63,7 +63,7 @@ def looks_like_torchtitan(source: Source) -> bool:
     )
 
 
-def read_torchtitan(source: Source) -> Job:
+def read_torchtitan(source: SourceFile) -> Job:
     """The job of a TOML file, of flags in a script, or of a function in Python, which is parsed and
     never run. Raises AutoparError if there is none.
     """
@@ -145,7 +145,7 @@ EVERY_OPTION = [
 """All options of weight."""
 
 
-def _of_toml(source: Source) -> dict[str, str]:
+def _of_toml(source: SourceFile) -> dict[str, str]:
     try:
         data: Mapping[str, Any] = tomllib.loads(source.text)
     except tomllib.TOMLDecodeError as error:
@@ -156,7 +156,7 @@ def _of_toml(source: Source) -> dict[str, str]:
     return {EARLIER.get(name, name): value for name, value in found.items()}
 
 
-def _of_script(source: Source) -> TorchtitanOptions:
+def _of_script(source: SourceFile) -> TorchtitanOptions:
     script = source.script()
     found, findings, missing = dict[str, str](), list[Finding](), list[str]()
     for _, words in script.programs():
@@ -172,7 +172,7 @@ def _of_script(source: Source) -> TorchtitanOptions:
     path = found.pop("job.config_file", "") or script.exported("CONFIG_FILE")
     if isinstance(path, str) and path.endswith(".toml"):
         if text := script.reader(source.read_file)(path):
-            found = _of_toml(Source(text, path)) | found
+            found = _of_toml(SourceFile(text, path)) | found
         else:
             if not any(key.startswith(PARALLELISM) or key in _SIZES for key in found):
                 raise AutoparError(
@@ -193,14 +193,14 @@ def _of_script(source: Source) -> TorchtitanOptions:
     return options
 
 
-def _add_registry(options: TorchtitanOptions, source: Source) -> None:
+def _add_registry(options: TorchtitanOptions, source: SourceFile) -> None:
     """Adds what the function of the registry sets that `--config` names, if its file is there."""
     name, module = options.values["config"], options.values.get("module", "")
     files = (f"torchtitan/models/{module}/config_registry.py", "config_registry.py")
     text = next(filter(None, map(source.read_file, files)), None) if is_known(name) else None
     if text is not None:
         try:
-            base = _of_python(Source(text, "config_registry.py", function=name))
+            base = _of_python(SourceFile(text, "config_registry.py", function=name))
         except AutoparError:
             text = None
         else:
@@ -232,7 +232,7 @@ _SECTIONS = {
 _POLICY_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
-def _of_python(source: Source) -> TorchtitanOptions:
+def _of_python(source: SourceFile) -> TorchtitanOptions:
     def fits(settings: Settings) -> bool:
         kinds = settings.kinds
         return bool({"parallelism", "training"} & set(kinds)) and "actor_rollout" not in kinds

@@ -24,7 +24,7 @@ from autopar.targets.target import (
     ONE_STAGE,
     WHOLE_POSITIONS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     divisors_near,
     even_heads,
@@ -39,14 +39,14 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     return (
         "DistributedConfig(" in source.text
         or re.search(r'"(tp_size|fsdp_size|pp_size)"\s*:', source.text, re.MULTILINE) is not None
     )
 
 
-def _read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a `DistributedConfig`: JSON, or the first such call in Python, which is parsed and
     never run. Raises AutoparError if there is none.
     """
@@ -87,7 +87,7 @@ def _job_of(args: Arguments) -> Job:
     return args.job("transformers", _NEUTRAL, layout=layout, gpus=gpus, facts=Facts(precision))
 
 
-def _of_json(source: Source) -> dict[str, str]:
+def _of_json(source: SourceFile) -> dict[str, str]:
     data = read_mapping(source.text, source.name)
     inner = data.get("distributed_config", data)
     if not isinstance(inner, dict) or not set(inner) & set(_SIZES):
@@ -95,11 +95,11 @@ def _of_json(source: Source) -> dict[str, str]:
     return {str(key): str(value) for key, value in inner.items()}
 
 
-def _of_call(source: Source) -> dict[str, str]:
+def _of_call(source: SourceFile) -> dict[str, str]:
     return call_arguments(source, "DistributedConfig")
 
 
-def call_arguments(source: Source, name: str) -> dict[str, str]:
+def call_arguments(source: SourceFile, name: str) -> dict[str, str]:
     """The keyword arguments of the first call of `name` in a Python text. A value that is no
     constant is not known. Raises AutoparError if the text is not Python or has no such call.
     """

@@ -11,12 +11,12 @@ from autopar.targets.beside import beside
 from autopar.targets.extended import winning_parts
 from autopar.targets.job import Job, JobFile, Unmodelled
 from autopar.targets.raw_options import options_of_job
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 from autopar.targets.weight_rules import WEIGHT_RULES
 from autopar.targets.weights import parts_by_rule
 
 
-def whole_job(read: Callable[[Source], Job], source: Source) -> Job:
+def whole_job(read: Callable[[SourceFile], Job], source: SourceFile) -> Job:
     """The job that `read` reads from a source, with the parts that no price counts, and with its file.
     Options that say such parts are no longer listed among those without a price.
     """

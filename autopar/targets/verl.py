@@ -25,7 +25,7 @@ from autopar.targets.target import (
     OFFLOADS_ALL,
     ONE_ORDER,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     multiples_near,
     nodes_of,
@@ -62,7 +62,7 @@ _NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|{_PLAIN}")
 """Options that change neither time nor memory, and those of other parts."""
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     text = source.text
     known = re.search(
         r"actor_rollout_ref\.(actor|model)\.|verl\.trainer\.(fsdp_)?sft|^actor_rollout_ref:",
@@ -73,7 +73,7 @@ def _reads(source: Source) -> bool:
     return known is not None and is_script and not _has_megatron(source)
 
 
-def _has_megatron(source: Source) -> bool:
+def _has_megatron(source: SourceFile) -> bool:
     """Whether Megatron-LM trains the actor. Branches of a script that are not taken do not count."""
     text = re.sub(r"#.*", "", source.text).lower()
     if "megatron" not in text:
@@ -89,7 +89,7 @@ def _has_megatron(source: Source) -> bool:
     return "megatron" in kinds or inside or not _KNOWN & set(values)
 
 
-def _read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a launch script or of a whole configuration. Of reinforcement learning it is the
     update of the actor. Raises AutoparError if no command has overrides of verl.
     """
@@ -115,7 +115,7 @@ def _job_of(values: Mapping[str, str], findings: list[Finding]) -> tuple[Job, Ar
     return job, args
 
 
-def _values(source: Source) -> tuple[dict[str, str], list[Finding]]:
+def _values(source: SourceFile) -> tuple[dict[str, str], list[Finding]]:
     """The options by path, and findings on them."""
     if re.search(r"^actor_rollout_ref:", source.text, re.MULTILINE):
         data, findings = extended_mapping(source)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
-from autopar.ir.traced import BlockClass, InputSource, LossSplit, Segment, StepValues, TracedModel
+from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
 from autopar.ops.random import NO_GRADIENT
 from autopar.ops.values import output_nodes
 from autopar.trace.capture import Captured
@@ -55,7 +55,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
     classes: list[BlockClass] = []
     class_of: dict[tuple, int] = {}
     segments: list[Segment] = []
-    produced: dict[Node, InputSource] = {}
+    produced: dict[Node, Source] = {}
     by_name = dict(zip(captured.input_nodes, captured.inputs, strict=True))
     for (name, block, parameters, inputs, outputs), slots in zip(carved, borrowed, strict=True):
         kind = block.structure_hash, tuple(slot in slots for slot in block.slots)
@@ -63,11 +63,11 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
             class_of[kind] = len(classes)
             classes.append(replace(block, borrowed=slots, is_layer=times[block.structure_hash] > 1))
         sources = tuple(
-            InputSource(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n]
+            Source(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n]
             for n in inputs
         )
         for k, node in enumerate(outputs):
-            produced[node] = InputSource(len(segments), k)
+            produced[node] = Source(len(segments), k)
         segments.append(Segment(name, class_of[kind], parameters, sources))
     changed = (produced[node] for node in output_nodes(graph)[1:])
     updates = dict(zip(captured.updates, changed, strict=True))

@@ -363,9 +363,9 @@ def test_gpt_neox(tmp_path: Path) -> None:
 
 def files_source(text: str):
     """A source of YAML."""
-    from autopar.targets.target import Source
+    from autopar.targets.target import SourceFile
 
-    return Source(text, "layout.yml")
+    return SourceFile(text, "layout.yml")
 
 
 @pytest.mark.parametrize(

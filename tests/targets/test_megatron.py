@@ -14,7 +14,7 @@ from autopar.targets.bridge import BRIDGE
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import counted_stages, ended_stages, layout_stages, layout_text
 from autopar.targets.registry import MEGATRON, read_job
-from autopar.targets.target import NotExpressible, Source
+from autopar.targets.target import NotExpressible, SourceFile
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=4
@@ -71,7 +71,7 @@ BASE = (
 
 
 def read(text: str, name: str = "train.sh", **files: str) -> Job:
-    return MEGATRON.read(Source(text, name, lambda asked: files.get(asked.replace(".", "_"))))
+    return MEGATRON.read(SourceFile(text, name, lambda asked: files.get(asked.replace(".", "_"))))
 
 
 def found(job: Job, kind: str) -> list[str]:
@@ -558,8 +558,8 @@ def test_overrides_of_recipes_are_read_back(job: Job) -> None:
             BRIDGE.write(job)
         return
     written = BRIDGE.write(replace(job, framework="bridge"))
-    again = BRIDGE.read(Source(written.text, written.name))
-    assert BRIDGE.reads(Source(written.text, written.name))
+    again = BRIDGE.read(SourceFile(written.text, written.name))
+    assert BRIDGE.reads(SourceFile(written.text, written.name))
     assert again.layout == job.layout
     assert (again.shape, again.gpus, again.seq) == (job.shape, job.gpus, job.seq)
     assert again.unpriced == () and again.findings == ()

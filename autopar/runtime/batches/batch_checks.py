@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument, called_function, op_name
-from autopar.ir.traced import InputSource, TracedModel
+from autopar.ir.traced import Source, TracedModel
 from autopar.ops.dims import at_batch, has_batch, is_symbolic
 from autopar.ops.values import output_nodes
 
@@ -80,7 +80,7 @@ class IndexLimits:
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self._vals = dict(zip(traced.inputs, traced.input_vals, strict=True))
-        self._origins: dict[tuple[int, Node], InputSource] = {}
+        self._origins: dict[tuple[int, Node], Source] = {}
         self._sources: dict[tuple[int, Node], frozenset[str] | None] = {}
         self.indices = tuple(self._found())
 
@@ -221,7 +221,7 @@ class IndexLimits:
         known = [part for part in parts if part is not None]
         return frozenset().union(*known) if known and len(known) == len(parts) else None
 
-    def _source(self, number: int, node: Node) -> InputSource | None:
+    def _source(self, number: int, node: Node) -> Source | None:
         """Where a placeholder of segment `number` gets its value: a model input, or a result of
         another segment. None for other nodes.
         """
@@ -241,7 +241,7 @@ class IndexLimits:
             )
         return self._origins[key]
 
-    def _result(self, source: InputSource) -> Node:
+    def _result(self, source: Source) -> Node:
         graph = self.traced.classes[self.traced.segments[source.segment].class_index].graph
         return output_nodes(graph)[source.index]
 
