@@ -30,8 +30,7 @@ from autopar.planning.plan_writer import make_plan
 from autopar.planning.within_target import check_target_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.costs.host_time import host_s
-from autopar.solve.costs.pipeline_cost import Stages
+from autopar.solve.costs.pipeline_cost import Stages, host_s
 from autopar.solve.search.branch_and_bound import search, solved_together
 from autopar.solve.search.families import Rivals, runner_up_data, same_layout_s, simpler_of
 from autopar.solve.search.limits import SearchLimits

@@ -27,7 +27,7 @@ from autopar.rewrite.shape_check import checked_program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.batches.padding import check_alike, check_model
-from autopar.runtime.batches.row_limits import RowLimits
+from autopar.runtime.batches.step_values import RowLimits
 from autopar.runtime.changes import Changeable
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.checkpoint.plain_state import refuse_plain

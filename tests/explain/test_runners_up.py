@@ -24,7 +24,7 @@ from autopar.ir.plan import Plan
 from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.search import families, fixed_candidates
+from autopar.solve.search import families, steps
 from autopar.solve.search.families import FAMILIES
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.workers import Team
@@ -285,13 +285,13 @@ def test_simpler_plans_without_time_are_said(monkeypatch):
 @pytest.mark.parametrize("late", [False, True])
 def test_pinned_stages_say_whether_time_ended_the_solver(monkeypatch, late):
     """Simpler plans are not looked for with pinned stages, and none is said to be missing."""
-    real = fixed_candidates.solve_prepared
+    real = steps.solve_prepared
 
     def solve(*args):
         found = real(*args)
         return replace(found, status="feasible") if late and hasattr(found, "status") else found
 
-    monkeypatch.setattr(fixed_candidates, "solve_prepared", solve)
+    monkeypatch.setattr(steps, "solve_prepared", solve)
     plan = _planned.__wrapped__(0.02, (("pp", 2), ("stages", "even"), ("recompute", "none")))
     assert plan.certificate.is_cut == late
     assert plan.certificate.tolerance == 0 and preference_words(plan) == ""
