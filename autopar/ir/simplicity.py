@@ -10,8 +10,8 @@ ESTABLISHED = ("none", "1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """Pipeline schedules, the one that most frameworks run first."""
 
 INSIDE = 0.1
-"""The fraction by which a plan may take longer than the fastest, to keep tensor parallelism inside
-nodes.
+"""The fraction by which a plan may take longer than the fastest, so that tensor parallelism does not
+cross nodes or PCIe.
 """
 
 FEW_STAGES = 4
