@@ -49,8 +49,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Chooses the simplest plan within the fraction `tolerance` of the fastest, or within a multiple
-    of it where much is simpler (`Simplicity.times_tolerance`). `memory_bytes` is the whole memory
+    """Chooses the simplest plan within the fraction `tolerance` of the fastest, which is multiplied
+    by `Simplicity.times_tolerance`. `memory_bytes` is the whole memory
     of a device (None: unlimited), of which the restager may take a part. No more plans are looked at
     from `until` on, by `time.perf_counter()`. `crosses(mesh)` says whether tensor parallelism is
     over slow links, and should not be.
