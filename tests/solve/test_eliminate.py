@@ -23,7 +23,7 @@ from autopar.solve.bounds.cell import Cell, least_costs
 from autopar.solve.bounds.family import Family, PlacementRange
 from autopar.solve.bounds.family_bounds import Families
 from autopar.solve.bounds.lagrangian import leanest
-from autopar.solve.bounds.segment_minima import least_of_part
+from autopar.solve.bounds.segment_minima import least_in_range
 from autopar.solve.bounds.weighted_ranks import Weighted
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, segment_costs, stages_of
@@ -471,7 +471,7 @@ def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least,
             (least * of[0].forward_s, of[0].forward_s + more),
             (once * of[0].step_s, of[0].step_s + more * 1e-3),
         )
-        bounds, works_s = least_of_part(known, part, micro)
+        bounds, works_s = least_in_range(known, part, micro)
         for cost, bound, work_s in zip(of, bounds, works_s, strict=True):
             assert (
                 bound.forward_s <= cost.forward_s * (1 + 1e-9)

@@ -27,7 +27,7 @@ from autopar.solve.bounds.segment_minima import (
     SegmentMinima,
     SegmentMinimum,
     UnitMinimum,
-    least_of_part,
+    least_in_range,
 )
 from autopar.solve.costs.pipeline_cost import crossing_bytes
 from autopar.solve.costs.placement_cost import SegmentCost, input_bytes
@@ -119,7 +119,7 @@ class Families:
             return (0.0, 0.0), (0.0, 0.0)
         forward_s, once_s = least.costs[0].forward_s, least.costs[0].step_s
         more_s = more_once_s = 0.0
-        _, works_s = least_of_part(
+        _, works_s = least_in_range(
             least,
             PlacementRange((forward_s, forward_s), (once_s, once_s)),
             self.facts.first.num_microbatches,
@@ -186,7 +186,7 @@ class Families:
             own = found[facts.repeated]
             if part.forward_s[1] < own.costs[0].forward_s or part.once_s[1] < own.costs[0].step_s:
                 return None
-            costs_of[facts.repeated], works_of[facts.repeated] = least_of_part(
+            costs_of[facts.repeated], works_of[facts.repeated] = least_in_range(
                 own, part, facts.first.num_microbatches
             )
         if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less

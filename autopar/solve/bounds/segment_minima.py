@@ -196,7 +196,7 @@ class SegmentMinima:
         ]
 
 
-def least_of_part(
+def least_in_range(
     least: SegmentMinimum, part: PlacementRange, micro_batches: int
 ) -> tuple[tuple[SegmentCost, ...], tuple[float, ...]]:
     """(minimal costs by recompute mode, forward and backward seconds together by mode) of the
