@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 
+import autopar_kernels.rotary  # noqa: F401 (registers the ops)
 import torch
 from torch.fx import Graph, Node
 
