@@ -85,6 +85,16 @@ def check_beside_plan(
         raise AutoparError(f"the plan is for {given}: plan again, or leave it out")
 
 
+def check_again(plan: Plan, what: str, given: Any, planned: Any) -> None:
+    """Raises AutoparError if `given` is not `planned`, which the plan says of `what`. None means not
+    given. Files of earlier versions, which do not say what a plan was made for, contradict nothing.
+    """
+    if plan.made_for.cluster and given is not None and given != planned:
+        raise AutoparError(
+            f"the plan was made for {what} {shown(planned)}, not {shown(given)}: leave it out, or plan again"
+        )
+
+
 def check_trains(model: nn.Module) -> None:
     """Raises AutoparError if no parameter of the model requires a gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
