@@ -43,8 +43,9 @@ from autopar.runtime.state.precision import (
     default_precision,
     precision_note,
 )
+from autopar.targets.asked_software import software_like
 from autopar.targets.model_shape import shape_of_module
-from autopar.targets.registry import restriction_of, target_of
+from autopar.targets.registry import restriction_of
 from autopar.trace.batches import (
     ExampleInputs,
     batch_tensors,
@@ -167,7 +168,7 @@ def plan(
     runnable: bool = False,
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
-    software: Software | None = None,
+    software: Software | str | None = None,
     objective: str = "time",
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
@@ -196,8 +197,8 @@ def plan(
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
-        software: what the predictions are for, such as torch.compile, a kernel of attention, or fp8.  By default that of the target, or
-            autopar's own.
+        software: what the predictions are for: the name of a framework, such as 'deepspeed', or a `Software`.  By default that of the
+            target, or autopar's own.  With `target`, what a `Software` has besides its defaults replaces that of the target.
         objective: what the plan is to be best at.  'time' is the fastest step.  'cost' is the lowest cost per token on a part of
             the cluster.  'gpus' is the fewest devices whose step takes at most `deadline_s`.  'memory' is the least memory of the
             fullest device.  Notes of the plan say what is proved.
@@ -227,16 +228,15 @@ def plan(
         precision if precision is not None else default_precision(model, choose_precision(cluster))
     )
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
-    if software is None:
-        software = _software_on(cluster, chosen, target)
+    pins = Pins.of(pin or {})
     request = PlanRequest(
         cluster,
         default(1) if global_batch is None else global_batch,
-        Pins.of(pin or {}),
+        pins,
         precision=chosen,
         runnable=runnable,
         model_name=type(model).__name__,
-        software=software,
+        software=software_like(software, Software(), cluster, pins, chosen, target),
         micro_batch_mean=allow_micro_batch_mean,
         tolerance=tolerance,
         runners_up=runners_up,
@@ -255,13 +255,6 @@ def plan(
         note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
     deadline = deadline.captured(deadline.clock() - deadline.start_s)
     return _noted(_noted(_best_plan(goal, traced, request, deadline, progress), note), read)
-
-
-def _software_on(cluster: Cluster, precision: str, target: str | None) -> Software:
-    """The software of a target on the devices of a cluster; autopar's own without a target."""
-    if target is None:
-        return Software()
-    return target_of(target).software_for(cluster.groups[0].device.generation, compute=precision)
 
 
 def _best_plan(

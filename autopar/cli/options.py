@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from math import ceil
 from typing import Any
 
@@ -204,11 +203,8 @@ def search(command: Callable) -> Callable:
         parts = {name: given.pop(name) for name in _SOFTWARE}
         given["headroom"] = _headroom(given["headroom"], given.pop("fit"))
         name = parts.pop("software")
-        software = software_from(parts)
-        within = given.get("target")
-        if name is not None or within is not None:
-            at, pin, precision = (given.get(key) for key in ("cluster", "pin", "precision"))
-            software = software_like(name, software, at, parse_pins(pin or ""), precision, within)
+        at, pin, *within = (given.get(key) for key in ("cluster", "pin", "precision", "target"))
+        software = _like(name, software_from(parts), at, parse_pins(pin or ""), *within)
         return command(*args, **given, software=software, framework=name)
 
     others = (micro_batch_mean, runnable, limit, tolerance, fit, headroom, precision)
@@ -234,41 +230,13 @@ def software_from(parts: Mapping[str, Any]) -> Software:
     return Software(**fields, matmul_dtype="fp8" if "fp8_scaling" in fields else None)
 
 
-def software_like(
-    name: str | None,
-    parts: Software,
-    cluster: str | None,
-    pins: Mapping[str, Any],
-    precision: str | None,
-    target: str | None = None,
-) -> Software:
-    """The software of the framework `name`, by default that of the target, with the parts that
-    `parts` has besides the defaults. Pins of tp, pp, dp and zero, the precision and fp8 count as
-    facts of its job. The precision is by default that of the cluster. The devices of the cluster
-    decide its kernel of attention.
+def _like(name: str | None, parts: Software, cluster: str | None, *rest: Any) -> Software:
+    """`software_like` for the text of a cluster, or for None."""
+    if name is None and rest[-1] is None:
+        return parts
+    from autopar.targets.asked_software import software_like
 
-    Raises AutoparError for an unknown framework, target or cluster.
-    """
-    from autopar.request.frameworks import RECIPES, software_as_pinned
-    from autopar.request.plan_request import choose_precision
-    from autopar.targets.registry import target_of
-
-    facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
-    facts["compiled"] = parts.compiled
-    if parts.matmul_dtype == "fp8":
-        recipe = RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
-        facts |= {"matmul": "fp8", "recipe": recipe}
-    devices = ClusterSpec.parse(cluster) if cluster else None
-    if precision is None and devices is not None:
-        precision = choose_precision(devices)
-    if precision in ("bf16", "fp16", "fp32"):
-        facts["compute"] = precision
-    generation = devices.groups[0].device.generation if devices else ""
-    own = (
-        target_of(target or "").software_for if name is None else partial(software_as_pinned, name)
-    )
-    base = own(generation, **facts)
-    return replace(base, **{k: v for k, v in parts.as_data().items() if k != "fitted"})
+    return software_like(name, parts, ClusterSpec.parse(cluster) if cluster else None, *rest)
 
 
 def software_words(
@@ -291,9 +259,7 @@ def software_words(
     few = {name: value for name, value in own.items() if name in ("compiled", "fp8_scaling")}
     for parts in (few, own):
         for name in dict.fromkeys((framework, None, *FRAMEWORKS)):
-            found = software_from(parts)
-            if name is not None or target is not None:
-                found = software_like(name, found, cluster, pins, precision, target)
+            found = _like(name, software_from(parts), cluster, pins, precision, target)
             if found == software:
                 words = [f"--software {name}"] if name else []
                 for part, value in parts.items():

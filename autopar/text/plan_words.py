@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
 """What each kind of offloading keeps in host memory, as text."""
 
-_NOT_HASHED = ("name", "source", "price_per_device_hour", "headroom")
+_NOT_HASHED = ("name", "source", "headroom")
 """Ends of the keys of figures of a cluster that do not tell plans apart."""
 
 PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
