@@ -118,7 +118,7 @@ def check(
 
 @click.command(cls=options.Command)
 @click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
-@click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
+@click.option("--to", "target", help="megatron, accelerate, ... (default: the plan's --target).")
 @click.option(
     "--model",
     type=options.MODEL,
@@ -132,13 +132,18 @@ def check(
 )
 @click.pass_context
 def export(
-    ctx: click.Context, plan: str, target: str, model: str | None, output: str | None, verify: bool
+    ctx: click.Context,
+    plan: str,
+    target: str | None,
+    model: str | None,
+    output: str | None,
+    verify: bool,
 ) -> None:
     """Write a saved plan as arguments or configuration of another framework, or say what it cannot
     express.
     \u000c
-    `plan` is the path of a plan file, `target` the name of the framework, `model` a MODEL text and
-    `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
+    `plan` is the path of a plan file. `target` is the name of the framework (None: that of the plan),
+    `model` a MODEL text and `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
     """
     from autopar.ir.plan import Plan
     from autopar.jobs.export import exported_job

@@ -408,8 +408,10 @@ def _check_saved(
     ctx: click.Context, check: str, plan: str, pin: str, as_json: bool, **asked: Any
 ) -> None:
     from autopar.ir.plan import Plan
+    from autopar.request.arguments import check_again
 
     saved, pins = Plan.load(plan), parse_pins(pin)
+    check_again(saved, "pins", pins or None, saved.made_for.pins)
     _note_stale(plan, saved)
     with progress(f"{check}ing") as tell:
         planned = Planner(asked_of(saved, **asked), tell)

@@ -346,11 +346,13 @@ def asked_of(
 
     Raises AutoparError if the plan's file says no model or cluster, and none is given.
     """
-    from autopar.text.plan_words import named_cluster
+    from autopar.request.arguments import check_again
+    from autopar.text.plan_words import cluster_of
 
     made_for = plan.made_for
     model = model or made_for.model
-    at = cluster or named_cluster(plan)
+    check_again(plan, "precision", precision, plan.precision)
+    at = cluster_of(plan, cluster)
     if not model or at is None:
         missing = "MODEL" if not model else "CLUSTER"
         raise AutoparError(

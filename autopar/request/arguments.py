@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.request.software import Software
 
 Check = Callable[[str, Any], None]
 """Raises AutoparError for an argument of this name that cannot have this value."""
@@ -66,9 +67,10 @@ def check_beside_plan(
     pin: Mapping[str, Any] | None,
     global_batch: int | None,
     precision: str | None,
+    micro_batch_mean: bool,
 ) -> None:
     """Raises AutoparError if pins are passed together with a plan, or if batch or precision differ
-    from the plan's. None means not passed.
+    from the plan's, or if it has no mean of micro-batches. None and False mean not passed.
     """
     if plan is None:
         return
@@ -81,6 +83,8 @@ def check_beside_plan(
         given = f"a global batch of {plan.global_batch}, not global_batch={global_batch}"
     elif precision not in (None, plan.precision):
         given = f"{plan.precision}, not precision={precision!r}"
+    elif micro_batch_mean and not plan.micro_batch_mean:
+        given = "the loss of the batch, not allow_micro_batch_mean=True"
     if given:
         raise AutoparError(f"the plan is for {given}: plan again, or leave it out")
 
@@ -157,6 +161,7 @@ CHECKS: Mapping[str, Check] = {
     "allow_micro_batch_mean": _of(bool, "True or False"),
     "runners_up": _of(bool, "True or False"),
     "tolerance": _of((int, float), "a fraction such as 0.02"),
+    "software": _of((Software, str), "an autopar.Software or the name of a framework"),
     "traced": _of(TracedModel, "what autopar.api.trace returns"),
     "progress": _function,
     "seed": _whole,

@@ -1,4 +1,4 @@
-"""The software of a request: a framework by its name or that of the target, and parts of it."""
+"""The software of a request: that of a framework, named or targeted, and its changed parts."""
 
 from __future__ import annotations
 
