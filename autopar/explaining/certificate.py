@@ -74,9 +74,7 @@ def proof_words(plan: Plan) -> str:
         return words
     if proof.tp_inside:
         more = 100 * (proof.objective_s / proof.fastest_s - 1)
-        return (
-            f"the simplest with tensor parallelism inside nodes, {more:.2g} % above what is {words}"
-        )
+        return f"the simplest whose tensor parallelism does not cross nodes or PCIe, {more:.2g} % above what is {words}"
     return f"the simplest within {percent(allowed_more(plan))} of what is {words}"
 
 

@@ -108,8 +108,8 @@ def preference_words(plan: Plan) -> str:
     faster = 1 - proof.fastest_s / plan.predicted.step_time_s
     if proof.tp_inside:
         return (
-            f"{simplicity_of_plan(plan)}: the simplest with tensor parallelism inside nodes; the {optimum_words(plan)} is "
-            f"{choice_words(proof.fastest)}, which crosses nodes: {ms(proof.fastest_s)}. {inside_words(plan)}"
+            f"{simplicity_of_plan(plan)}: the simplest whose tensor parallelism does not cross nodes or PCIe; the {optimum_words(plan)} is "
+            f"{choice_words(proof.fastest)}, whose does: {ms(proof.fastest_s)}. {inside_words(plan)}"
         )
     if faster <= PROVED:
         return f"{simplicity_of_plan(plan)}; nothing simpler was found {within}{_left_words(plan)}"
@@ -120,7 +120,7 @@ def preference_words(plan: Plan) -> str:
 
 
 def inside_words(plan: Plan) -> str:
-    """What it costs that tensor parallelism stays inside nodes, as a sentence; '' if it costs
+    """What it costs that tensor parallelism does not cross nodes or PCIe, as a sentence; '' if it costs
     nothing.
     """
     proof = plan.certificate
@@ -128,7 +128,7 @@ def inside_words(plan: Plan) -> str:
         return ""
     more = plan.predicted.step_time_s / proof.fastest_s - 1
     return (
-        f"Tensor parallelism stays inside nodes, which costs {100 * more:.2g} % of a step (up to {percent(INSIDE)} is allowed; "
+        f"Tensor parallelism does not cross nodes or PCIe, which costs {100 * more:.2g} % of a step (up to {percent(INSIDE)} is allowed; "
         "a pin of tp or --tolerance 0 lifts this)"
     )
 

@@ -64,7 +64,7 @@ class Certificate:
             for, as on devices of several kinds or with pinned stages.
         fastest: the choices, `time_s` and `memory_bytes` of the fastest plan that was found, if this one is a simpler one; else {}.
             `gap` and `status` are then those of the fastest.
-        tp_inside: whether this plan is slower than `fastest` so that its tensor parallelism stays inside nodes.
+        tp_inside: whether this plan is slower than `fastest` so that its tensor parallelism does not cross nodes or PCIe.
         simpler_left: kinds of simpler candidates in which no plan within the tolerance was found, nor excluded. Some had no time.
         runners_up: the best plan of each other family of layouts, or why it has none, a dict each.
         headroom: memory of a device that was kept free: a fraction below 1, else GiB.

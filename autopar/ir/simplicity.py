@@ -10,8 +10,8 @@ ESTABLISHED = ("none", "1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """Pipeline schedules, the one that most frameworks run first."""
 
 INSIDE = 0.1
-"""The fraction by which a plan may take longer than the fastest, to keep tensor parallelism inside
-nodes.
+"""The fraction by which a plan may take longer than the fastest, so that tensor parallelism does not
+cross nodes or PCIe.
 """
 
 FEW_STAGES = 4
@@ -19,9 +19,10 @@ FEW_STAGES = 4
 _VIRTUAL = ("", "several stages a rank", f"over {FEW_STAGES} stages a rank")
 
 UNSPLIT, USUAL = 2.5, 1.5
-"""How many times the tolerance a plan may take longer than the fastest: without tensor, context and
-pipeline parallelism, where the fastest has one of them; and without zero bubble, more than
-`FEW_STAGES` stages a rank and mixed recomputation, where the fastest has one of these.
+"""How many times the tolerance a plan may take longer than the fastest. `UNSPLIT`: without tensor,
+context and pipeline parallelism, where the fastest has one of them; also with ZeRO-2 at most
+besides, where the fastest has ZeRO-3. `USUAL`: without zero bubble, more than `FEW_STAGES` stages a
+rank and mixed recomputation, where the fastest has one of these.
 """
 
 FREE_SHARE = 0.2
@@ -59,7 +60,8 @@ class Simplicity:
         """How many times the tolerance a `simpler` plan may take longer than the fastest, if this
         is the simplicity of the fastest.
         """
-        if self.splits and not simpler.splits:
+        unsplit = self.splits and not simpler.splits
+        if unsplit or (self.gathers and not simpler.splits and not simpler.gathers):
             return UNSPLIT
         return USUAL if self.is_unusual and not simpler.is_unusual else 1.0
 

@@ -270,7 +270,11 @@ def _proof_words(plan: Plan) -> str:
     more = proof.objective_s / proof.fastest_s - 1
     if more <= PROVED:
         return f": the optimum of the space, to within {percent(PROVED)}"
-    which = "whose tensor parallelism crosses nodes" if proof.tp_inside else "which is less simple"
+    which = (
+        "whose tensor parallelism crosses nodes or PCIe"
+        if proof.tp_inside
+        else "which is less simple"
+    )
     return f", {percent(more)} more than the optimum of the space, {which}"
 
 

@@ -27,9 +27,9 @@ from autopar.text.device_words import misfit_chance
 from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, layout_words
 from autopar.text.units import NOT_PROVED, gap_words, gib, ms, percent
 
-BUDGET_S = 20.0
-"""Seconds to look for remedies, shared evenly by the remaining ladders."""
-MOST_TIMES = 64
+BUDGET_S = 40.0
+"""Seconds to look for remedies, shared by the remaining ladders by their weights."""
+MOST_TIMES = 8
 """The largest multiple of the number of devices that is tried."""
 _SEQ_STEPS = 16
 """Number of equal steps in which a sequence is shortened."""
@@ -67,13 +67,14 @@ class Rung:
 class Ladder:
     """One kind of change: `rungs` from the smallest change to the greatest. `what` is a short name,
     such as a pin's; `words` name the kind in a report. `up`: try the smallest change first, since
-    the greatest is slow to plan.
+    the greatest is slow to plan. `weight`: its share of the time, by how slow it is to plan.
     """
 
     what: str
     words: str
     rungs: list[Rung]
     up: bool = False
+    weight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,8 @@ def remedies(
             for remedy in found
         ):
             continue
-        share_s = (end_s - clock()) / (len(ladders) - number)
+        weights = [each.weight for each in ladders[number:]]
+        share_s = (end_s - clock()) * ladder.weight / sum(weights)
         climb = Climb(ladder, plan_for, clock() + share_s, clock, tell)
         remedy = climb.first_fit()
         if remedy is not None:
@@ -289,7 +291,10 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
         for kind in OFFLOADS[OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :]:
             words = f"with the {OFFLOAD_WORDS[kind]} in host memory"
             yield Ladder(
-                "offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": kind}))]
+                "offload",
+                words,
+                [Rung(words, replace(ask, pin={**ask.pin, "offload": kind}))],
+                weight=2,
             )
     smaller = [
         batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0
@@ -316,6 +321,7 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
             for at in larger_clusters(ask.cluster)
         ],
         up=True,
+        weight=3,
     )
     if ask.seq is not None:
         step = max(ask.seq // _SEQ_STEPS, 1)

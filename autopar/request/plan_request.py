@@ -31,8 +31,8 @@ class PlanRequest:
     the fastest if it is simpler. `runners_up`: the certificate gets the best plan of each family of
     layouts. The memory that a plan leaves free is that of the cluster (`headroom`). `restriction`:
     what another framework can run, or None. `asked`: the user's pins, if `pin` has those of the
-    restriction too. `keeps_tp_inside`: with a tolerance, tensor parallelism inside nodes is
-    preferred (`ir/simplicity.py`).
+    restriction too. `keeps_tp_inside`: with a tolerance, tensor parallelism inside nodes
+    and off PCIe is preferred (`ir/simplicity.py`).
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible,
     also within the target.

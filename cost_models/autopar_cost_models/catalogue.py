@@ -493,7 +493,17 @@ _DGX_H100 = (
     "NVIDIA DGX H100 and H200 datasheets: two Xeon 8480C (8 channels of DDR5-4800 each), 2 TB"
 )
 _DGX_B200 = "NVIDIA DGX B200 datasheet: two Xeon 8570 (8 channels of DDR5-5600 each), 2 TB"
+_DGX_1 = (
+    "NVIDIA DGX-1 datasheet: two Xeon E5-2698 v4 (4 channels each), 512 GB of DDR4 at 2,133 MT/s"
+)
+_G5 = (
+    "docs.aws.amazon.com/batch/latest/userguide/gpu-jobs.html: g5.48xlarge, 768 GiB; two EPYC 7R32 of the second generation "
+    "(8 channels of DDR4-3200 each)"
+)
 HOSTS: dict[str, Host] = {
+    "v100-16g": _host(512 * 10**9, 8, 2133, PCIE3, _DGX_1),
+    "v100-32g": _host(512 * 10**9, 8, 2133, PCIE3, _DGX_1),
+    "a10g": _host(768 * c.GIB, 16, 3200, PCIE4, _G5),
     "a100-40g": _host(1000 * c.GIB, 16, 3200, PCIE4, f"{_DGX_A100}, 1 TB"),
     "a100-80g": _host(2000 * c.GIB, 16, 3200, PCIE4, f"{_DGX_A100}, 2 TB"),
     "h100": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),

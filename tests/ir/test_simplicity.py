@@ -33,6 +33,7 @@ def test_much_simpler_plans_may_take_longer():
     mixed = simplicity_of(MeshShape(dp=4, tp=2), 1, 0, 1, "mixed", "none")
     assert tensor.times_tolerance(data) == mixed.times_tolerance(data) == UNSPLIT
     assert mixed.times_tolerance(tensor) == USUAL
+    assert ORDERED[3].times_tolerance(data) == UNSPLIT and data.times_tolerance(ORDERED[3]) == 1
     assert tensor.times_tolerance(tensor) == data.times_tolerance(data) == 1
     usual = ORDERED[6]
     for unusual in (ORDERED[8], ORDERED[9], ORDERED[10]):

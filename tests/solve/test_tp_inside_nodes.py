@@ -1,4 +1,4 @@
-"""Tensor parallelism stays inside nodes where that costs at most a tenth: against all meshes of a small cluster."""
+"""Tensor parallelism stays inside nodes, and off PCIe, where that costs at most a tenth: against all meshes of a small cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.explaining.plan_report import explain
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.simplicity import INSIDE
+from autopar.ir.simplicity import INSIDE, UNSPLIT
 from autopar.models import parse_model
 from autopar.planning import planner
 from autopar.planning.objectives import Goal, choose
@@ -60,7 +60,9 @@ def test_it_crosses_nodes_only_where_the_best_plan_without_is_a_tenth_slower(rat
     assert proof.tp_inside == (plan.mesh.tp == 2 and across < within)
     assert plan.predicted.step_time_s == pytest.approx(seconds(rate)[plan.mesh.tp])
     text = explain(plan)
-    assert ("Tensor parallelism stays inside nodes, which costs" in text) == proof.tp_inside
+    assert (
+        "Tensor parallelism does not cross nodes or PCIe, which costs" in text
+    ) == proof.tp_inside
     if proof.tp_inside:
         more = f"{100 * (within / across - 1):.2g} %"
         assert f"costs {more} of a step" in text and f"{more} above what is" in proof_words(plan)
@@ -71,6 +73,28 @@ def test_all_cases_are_met():
     ratios = [seconds(rate)[2] / seconds(rate)[4] for rate in RATES]
     assert min(ratios) < 1 < max(ratios) and max(ratios) > 1 + INSIDE
     assert any(1 < ratio < 1 + INSIDE for ratio in ratios)
+
+
+@cache
+def planned_on_pcie(device: str, rows: int, tolerance: float, tp: int | None = None) -> Plan:
+    pin = Pins.of(PINS | ({"tp": tp} if tp else {}))
+    cluster = ClusterSpec.parse(f"{device}:4").one_kind
+    asked = PlanRequest(cluster, rows, pin, "bf16", False, "m", tolerance=tolerance)
+    return api.plan_traced(traced(), asked, 60.0, processes=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "is_kept"),
+    [("l4", 4, False), ("l4", 8, False), ("l4", 16, False), ("a10g", 4, True), ("l40s", 8, True)],
+)
+def test_it_crosses_pcie_only_where_all_others_are_a_tenth_slower(device, rows, is_kept):
+    """Up to a twentieth, it does not cross since data parallelism alone is simpler."""
+    times = {tp: planned_on_pcie(device, rows, 0.0, tp).predicted.step_time_s for tp in (1, 2, 4)}
+    plan, fastest = planned_on_pcie(device, rows, 0.02), min(times.values())
+    assert plan.certificate.fastest_s == pytest.approx(fastest)
+    assert (plan.mesh.tp == 1) == (times[1] <= (1 + INSIDE) * fastest)
+    is_far = times[1] > (1 + UNSPLIT * 0.02) * fastest
+    assert plan.certificate.tp_inside == (plan.mesh.tp == 1 and is_far) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -106,7 +130,7 @@ def test_it_stays_inside_after_a_search_that_its_time_ended(monkeypatch):
 def test_the_objective_says_what_it_costs():
     plan = planned(100.0, 0.02)
     chosen = choose(Goal(), lambda pin, at: plan, ClusterSpec.parse("h100:4"), {}, print)
-    assert "whose tensor parallelism crosses nodes" in chosen.claim
+    assert "whose tensor parallelism crosses nodes or PCIe" in chosen.claim
 
 
 def test_crossing_is_that_of_some_group_of_ranks():

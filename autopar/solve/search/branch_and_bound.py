@@ -193,16 +193,21 @@ def solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
 
 
 def _order(entries: Sequence[Entry]) -> list[int]:
-    """Indices of entries in the order of opening: small micro-batches first, with all meshes mixed
+    """Indices of entries in the order of opening. Data parallelism alone comes first, with large
+    micro-batches before small ones. Of others small micro-batches come first, with all meshes mixed
     at random (a fixed seed). All kinds of meshes are then opened if time runs out.
     """
     random = Random(0)
     meshes = dict.fromkeys(entry.candidate.mesh for entry in entries)
     turn = {mesh: random.random() for mesh in meshes}
-    return sorted(
-        range(len(entries)),
-        key=lambda n: (entries[n].candidate.micro_batch, turn[entries[n].candidate.mesh]),
-    )
+
+    def place(number: int) -> tuple[bool, int, float]:
+        candidate = entries[number].candidate
+        mesh, size = candidate.mesh, candidate.micro_batch
+        is_alone = mesh.dp == mesh.num_devices and mesh.ep == 1
+        return not is_alone, -size if is_alone else size, turn[mesh]
+
+    return sorted(range(len(entries)), key=place)
 
 
 @dataclass(slots=True, kw_only=True)

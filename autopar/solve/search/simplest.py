@@ -30,7 +30,7 @@ makes equal requests give equal plans where several processes find equally fast 
 applies to searches that ended with a gap.
 """
 
-_KEPT = "the fastest with tensor parallelism inside nodes"
+_KEPT = "the fastest whose tensor parallelism does not cross nodes or PCIe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
     """Chooses the simplest plan within the fraction `tolerance` of the fastest, or within a multiple
-    of it where much is simpler (`Simplicity.times_tolerance`). `memory_bytes` is
-    the whole memory of a device (None: unlimited), of which the restager may take a part. No more
-    plans are looked at from `until` on, by `time.perf_counter()`. `crosses(mesh)` says whether
-    tensor parallelism is between nodes, and should not be.
+    of it where much is simpler (`Simplicity.times_tolerance`). `memory_bytes` is the whole memory
+    of a device (None: unlimited), of which the restager may take a part. No more plans are looked at
+    from `until` on, by `time.perf_counter()`. `crosses(mesh)` says whether tensor parallelism is
+    over slow links, and should not be.
     """
 
     restager: Restager
