@@ -34,8 +34,9 @@ from autopar.request.arguments import (
     check_trains,
     parsed_cluster,
 )
+from autopar.request.options import OBJECTIVES, TIME_LIMIT_S, TOLERANCE
 from autopar.request.pins import Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
+from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks, say
 from autopar.runtime.state.precision import (
@@ -167,12 +168,12 @@ def plan(
     pin: Mapping[str, Any] | None = None,
     loss_fn: Callable | None = None,
     precision: str | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     runnable: bool = False,
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
     software: Software | str | None = None,
-    objective: str = "time",
+    objective: str = OBJECTIVES[0],
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
     batch_dims: BatchDims | None = None,

@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.request.options import OPTIONS
 from autopar.request.software import Software
 
 Check = Callable[[str, Any], None]
@@ -147,21 +148,26 @@ def _of(kind: type | tuple[type, ...], words: str) -> Check:
     return check
 
 
+_KINDS: Mapping[str, Check] = {
+    "number": _positive_or_none,
+    "share": _of((int, float), "a fraction such as 0.02"),
+    "switch": _of(bool, "True or False"),
+    "name": _of(str, "a text"),
+    "choice": _of(str, "a text such as 'bf16'"),
+    "pins": _of(Mapping, "a mapping such as {'tp': 2, 'zero': 1}"),
+}
+"""What options of a request refuse, by kind. Others are checked where they are used."""
+
 CHECKS: Mapping[str, Check] = {
+    **{row.name: _KINDS[row.kind] for row in OPTIONS.values() if row.kind in _KINDS},
+    "time_limit_s": _positive,
+    "software": _of((Software, str), "an autopar.Software or the name of a framework"),
     "model": _model,
     "plan": _of(Plan, "a Plan: read a file of one with autopar.Plan.load"),
-    "pin": _of(Mapping, "a mapping such as {'tp': 2, 'zero': 1}"),
     "batch_dims": _of(Mapping, "a mapping such as {'frames': 1}"),
     "loss_fn": _function,
-    "precision": _of(str, "a text such as 'bf16'"),
-    "time_limit_s": _positive,
     "timeout_s": _positive,
     "max_grad_norm": _positive_or_none,
-    "runnable": _of(bool, "True or False"),
-    "allow_micro_batch_mean": _of(bool, "True or False"),
-    "runners_up": _of(bool, "True or False"),
-    "tolerance": _of((int, float), "a fraction such as 0.02"),
-    "software": _of((Software, str), "an autopar.Software or the name of a framework"),
     "traced": _of(TracedModel, "what autopar.api.trace returns"),
     "progress": _function,
     "seed": _whole,

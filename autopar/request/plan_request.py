@@ -16,11 +16,6 @@ from autopar.request.pins import Pins
 from autopar.request.restriction import Restriction
 from autopar.request.software import Software
 
-TOLERANCE = 0.02
-"""The default tolerance of `plan` and of the command line. In 19 groups of measured layouts, the one
-that is predicted to be fastest takes 2.2 % longer than the fastest, in the mean (docs/accuracy.md).
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
