@@ -83,12 +83,10 @@ if __name__ == "__main__":
 @click.command(cls=options.Command)
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
-@click.option(
-    "--global-batch",
-    type=options.POSITIVE,
-    help="Sequences per step over all devices (default: 8 for each device).",
+@options.option(
+    "global_batch", help="Sequences per step over all devices (default: 8 for each device)."
 )
-@options.seq
+@options.option("seq")
 @click.option(
     "--dir",
     "directory",

@@ -27,8 +27,7 @@ from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
 from autopar.recheck.plan_costs import plan_setting
-from autopar.request.pins import Pins
-from autopar.request.plan_request import PlanRequest
+from autopar.request.plan_request import request_of
 from autopar.request.software import Software
 from autopar.text.device_words import fullest_rank, groups_by_rank
 from autopar.text.layout_words import describe, is_attention_name
@@ -305,16 +304,7 @@ def _host_bound(
     than the step is predicted to take; otherwise nothing. Nothing on CPUs. `group` is one of the
     groups of `cluster`.
     """
-    software = Software.from_data(plan.made_for.software)
-    request = PlanRequest(
-        cluster,
-        plan.global_batch,
-        Pins(),
-        plan.precision,
-        False,
-        plan.model_name,
-        software=software,
-    )
+    request = request_of(plan, cluster)
     setting = plan_setting(plan, request, "none", cluster.groups.index(group))
     model = annotator_of(traced).annotate(setting)
     again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
@@ -345,7 +335,7 @@ def _host_bound(
         f"the host takes some {ms(found_s)} a step to issue the kernels of a rank, {found_s / each_s:,.0f} at {1e6 * each_s:.3g} us each, "
         f"and the devices {ms(plan.predicted.step_time_s)}, which is what is predicted: they will wait for it",
         "Use CUDA graphs, or a larger micro-batch"
-        if software.compiled
+        if request.software.compiled
         else "Unless it is compiled, compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
         {"host_s": found_s, "step_s": plan.predicted.step_time_s, "kernels": found_s / each_s},
     )

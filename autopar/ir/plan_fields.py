@@ -132,13 +132,14 @@ class MadeFor:
     """What a plan was made for, as plain data, so that a plan file stands alone.
 
     Attributes:
-        model: the text that names the model, such as 'llama3-8b'.  '' if it was given as an object.
+        model: the text that names the model, such as 'llama3-8b'.  '' if no text names a model that was given as an object.
         seq: tokens of a sequence; 0 if it is unknown.
         rows: what the rate of a plan counts: 'tokens', 'images' or 'samples'.
         cluster: the cluster by the keys of a cluster file.  {} in files of earlier versions.
         software: the fields of `Software` that are not its defaults.
         pins: the pins of the request.
         runnable: whether only plans were searched that the engine runs.
+        target: the framework whose limits the plan keeps; '' without one.
     """
 
     model: str = ""
@@ -148,6 +149,7 @@ class MadeFor:
     software: dict = field(default_factory=dict, hash=False)
     pins: dict = field(default_factory=dict, hash=False)
     runnable: bool = False
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from autopar.predict.evaluate import RECOMPUTE_PINS, SCHEDULE_PINS, UNLIMITED_BY
 from autopar.predict.host import waiting_s
 from autopar.predict.models import run_config
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Precision, Run, RunSoftware
+from autopar.request.options import TOLERANCE
 from autopar.request.pins import EVEN, Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest
+from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import SIXTEEN_BITS, Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.jobs.check import Answer
-from autopar.request.plan_request import TOLERANCE
+from autopar.request.options import TOLERANCE
 from autopar.targets.job import Layout
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, short_words
 from autopar.text.tables import grid

@@ -12,7 +12,7 @@ from autopar.ir.plan import Plan
 from autopar.jobs.pricing import JobSetting
 from autopar.jobs.written import has_verdict, like
 from autopar.planning.searches import Searches
-from autopar.request.plan_request import TOLERANCE
+from autopar.request.options import TOLERANCE
 from autopar.request.restriction import Limit, Restriction
 from autopar.request.software import Software
 from autopar.targets.job import Layout

@@ -17,6 +17,7 @@ from autopar_cost_models.checks import finite
 from autopar.errors import AutoparError, NoLayout, NoPlanFits, shown
 from autopar.ir.cluster import Cluster, plain_data
 from autopar.ir.plan import Plan
+from autopar.request.options import OBJECTIVES
 from autopar.text.plan_words import (
     PlanOn,
     device_hours_per_million_tokens,
@@ -29,7 +30,6 @@ from autopar.text.units import PROVED, gib, ms, percent
 if TYPE_CHECKING:
     from rich.console import Group
 
-OBJECTIVES = ("time", "cost", "gpus", "memory")
 LEAST_MEMORY_TOLERANCE = 0.01
 """Relative tolerance between the least memory found and the proved minimum."""
 MOST_NODES = 8

@@ -5,12 +5,11 @@ for all ops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
 
 from autopar.errors import AutoparError, shown
-from autopar.ir.cluster import Cluster, plain_data
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import check_consistent
 from autopar.ir.plan_fields import BlockPlan
@@ -20,6 +19,7 @@ from autopar.ops.legal import check_legal
 from autopar.ops.values import is_getitem, ops, value_grads
 from autopar.ops.work import tokens_per_row
 from autopar.planning.pin_checks import check_fetched
+from autopar.text.plan_words import other_cluster
 from autopar.trace.fusion.fused import fused
 
 DAMAGED = "it was damaged; plan again"
@@ -131,10 +131,7 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
     if plan.model_hash != traced.model_hash:
         raise AutoparError(_other_model(plan, traced))
     if plan.cluster_hash != cluster.spec_hash():
-        raise AutoparError(
-            f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
-            f"({cluster.num_devices} devices){_cluster_differences(plan, cluster)}: plan again"
-        )
+        raise AutoparError(other_cluster(plan, cluster))
     each, dealt = plan.mesh.num_devices // plan.mesh.pp, Counter(plan.mesh.groups)
     sizes = [group.num_devices for group in cluster.groups]
     if len(sizes) > 1 and [dealt[number] * each for number in range(len(sizes))] != sizes:
@@ -161,33 +158,3 @@ def _other_model(plan: Plan, traced: TracedModel) -> str:
         f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
         f"{traced.model_hash[:12]}: plan again"
     )
-
-
-def _cluster_differences(plan: Plan, cluster: Cluster) -> str:
-    """The figures in which the cluster of a plan's file and another one differ, as text; '' if the
-    file does not have them. At most three are listed.
-    """
-    if not plan.made_for.cluster:
-        return ""
-    ours, theirs = _flat(plan.made_for.cluster), _flat(plain_data(cluster))
-    found = [
-        f"{key} {shown(ours.get(key))} -> {shown(theirs.get(key))}"
-        for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key) and not key.endswith(("name", "source"))
-    ]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"; they differ in {', '.join(found[:3])}{more}" if found else ""
-
-
-def _flat(data: Any, name: str = "") -> dict[str, Any]:
-    """By dotted key, the leaves of nested mappings and lists."""
-    if isinstance(data, dict):
-        pairs: Iterable[tuple[Any, Any]] = data.items()
-    elif isinstance(data, list):
-        pairs = enumerate(data)
-    else:
-        return {name: data}
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        found |= _flat(value, f"{name}.{key}" if name else str(key))
-    return found

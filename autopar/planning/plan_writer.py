@@ -99,6 +99,7 @@ def made_for(request: PlanRequest, traced: TracedModel) -> MadeFor:
         software=request.software.as_data(),
         pins=dict(request.pin),
         runnable=request.runnable,
+        target=request.restriction.target if request.restriction else "",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar import api
 from autopar.errors import AutoparError
@@ -16,8 +16,7 @@ from autopar.models import parse_model
 from autopar.planning.model_facts import as_planned
 from autopar.predict.host import waiting_s
 from autopar.request.pins import Pins, pins_of
-from autopar.request.plan_request import PlanRequest
-from autopar.request.software import Software
+from autopar.request.plan_request import PlanRequest, request_of
 from autopar.runtime.state.precision import captured_in
 from autopar.targets.registry import read_job
 from autopar.text.plan_words import named_cluster
@@ -96,21 +95,12 @@ def saved_plan(
         )
     native = parse_model(text)
     length = seq or plan.made_for.seq or native.max_seq or 512
-    runnable, pins = plan.made_for.runnable, Pins.of(pins_of(plan))
+    pins = Pins.of(pins_of(plan))
 
     def request(on: ClusterSpec) -> PlanRequest:
-        return PlanRequest(
-            on,
-            plan.global_batch,
-            pins,
-            plan.precision,
-            runnable,
-            native.name,
-            software=Software.from_data(plan.made_for.software),
-            micro_batch_mean=plan.micro_batch_mean,
-        )
+        return replace(request_of(plan, on), pin=pins)
 
-    traced = api.trace_spec(native, length, captured_in(plan.precision, runnable))
+    traced = api.trace_spec(native, length, captured_in(plan.precision, plan.made_for.runnable))
     if as_planned(traced, plan).model_hash != plan.model_hash:
         raise AutoparError(
             f"the plan {path} was made for {plan.model_name} on sequences of {plan.made_for.seq} tokens, and not for {text} on {length}: "

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import autopar_kernels.rotary  # noqa: F401 (registers the ops)
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node

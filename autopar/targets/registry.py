@@ -161,6 +161,7 @@ def restriction_of(name: str, shape: ModelShape, seq: int) -> Restriction:
     others = [target for target in TARGETS.values() if target is not own]
     return replace(
         own.restriction(shape, seq),
+        target=own.name,
         others=lambda: {other.name: other.restriction(shape, seq) for other in others},
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
 from math import nan
@@ -10,13 +10,16 @@ from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION, Topology, group_shape
 
-from autopar.errors import AutoparError
-from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.errors import AutoparError, shown
+from autopar.ir.cluster import Cluster, ClusterSpec, plain_data
 from autopar.ir.mesh import MeshShape, mesh_words
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
 """What each kind of offloading keeps in host memory, as text."""
+
+_NOT_HASHED = ("name", "source", "headroom")
+"""Ends of the keys of figures of a cluster that do not tell plans apart."""
 
 PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
 """The type of a function that plans one model under pins on a cluster. It raises AutoparError like
@@ -136,6 +139,56 @@ def named_cluster(plan: Plan) -> Cluster | None:
             if cluster.spec_hash() == plan.cluster_hash:
                 return cluster
     return cluster_of_plan(plan)
+
+
+def cluster_of(plan: Plan, given: Cluster | str | None) -> Cluster | None:
+    """The plan's cluster (`named_cluster`), or the one that is `given` again, with its price. Raises
+    AutoparError if that is another one.
+    """
+    own = named_cluster(plan)
+    if given is None:
+        return own
+    cluster = ClusterSpec.parse(given) if isinstance(given, str) else given
+    if cluster.spec_hash() != plan.cluster_hash:
+        raise AutoparError(other_cluster(plan, cluster))
+    price = cluster.price_per_device_hour
+    if own is None:
+        return cluster
+    return own if price is None else own.with_price(price)
+
+
+def other_cluster(plan: Plan, cluster: Cluster) -> str:
+    """What differs between the cluster of a plan and another one, as text. At most three figures are
+    listed, and none if the plan's file does not have them.
+    """
+    found: list[str] = []
+    if plan.made_for.cluster:
+        ours, theirs = _flat(plan.made_for.cluster), _flat(plain_data(cluster))
+        found = [
+            f"{key} {shown(ours.get(key))} -> {shown(theirs.get(key))}"
+            for key in {**ours, **theirs}
+            if ours.get(key) != theirs.get(key) and not key.endswith(_NOT_HASHED)
+        ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    differ = f"; they differ in {', '.join(found[:3])}{more}" if found else ""
+    return (
+        f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
+        f"({cluster.num_devices} devices){differ}: plan again"
+    )
+
+
+def _flat(data: Any, name: str = "") -> dict[str, Any]:
+    """By dotted key, the leaves of nested mappings and lists."""
+    if isinstance(data, dict):
+        pairs: Iterable[tuple[Any, Any]] = data.items()
+    elif isinstance(data, list):
+        pairs = enumerate(data)
+    else:
+        return {name: data}
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        found |= _flat(value, f"{name}.{key}" if name else str(key))
+    return found
 
 
 def cluster_of_plan(plan: Plan) -> Cluster | None:

@@ -17,8 +17,9 @@ from autopar.ir.mesh import AXES
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.planning.model_facts import divisors
+from autopar.request.options import TOLERANCE
 from autopar.request.pins import Pins, is_recompute, pin_text
-from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
+from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 from autopar.targets.job import ModelShape
 from autopar.targets.model_shape import shape_of_spec
