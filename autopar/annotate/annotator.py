@@ -28,7 +28,7 @@ from autopar.annotate.local_class import local_class
 from autopar.annotate.parameter_costs import TrainedByClass
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.setting import AxisChoices, Setting
-from autopar.annotate.transfers import PARTS, Pricing
+from autopar.annotate.transfers import PARTS_OF_VALUES, Pricing
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved
 from autopar.ir.calls import is_attention
@@ -240,7 +240,7 @@ class Annotator:
         ]
         return all(
             have[name] == want
-            or (name not in follows and not {*PARTS} & {*transition(have[name], want)})
+            or (name not in follows and not {*PARTS_OF_VALUES} & {*transition(have[name], want)})
             for node, choice in calls
             for name, want in zip(operand_names(node), choice.inputs, strict=True)
         )

@@ -23,7 +23,7 @@ from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, AxisLayout, S, transition
 from autopar.ops.dims import Call, OpDims, at_batch
 from autopar.ops.random import drops
 
-PARTS = ("slice", "pad")
+PARTS_OF_VALUES = ("slice", "pad")
 """Local primitives that touch only one rank's part of a value; the others touch the whole value."""
 
 
@@ -171,7 +171,7 @@ class Pricing:
                 )
             else:
                 self._moves[key] = memory_time_s(
-                    2 * size_bytes // (ranks if primitive in PARTS else 1), self.device
+                    2 * size_bytes // (ranks if primitive in PARTS_OF_VALUES else 1), self.device
                 )
         return self._moves[key]
 

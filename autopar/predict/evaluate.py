@@ -103,7 +103,7 @@ def case_of(run: Run, fitted: FittedConstants = FITTED) -> PredictionInputs:
     """The case of a run: its cluster and software, with the constants `fitted` of the cost models.
     Raises AutoparError for a GPU outside the catalogue.
     """
-    cluster = cluster_of(run, fitted)
+    cluster = cluster_of_run(run, fitted)
     return PredictionInputs(
         run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted)
     )
@@ -197,7 +197,7 @@ def _one_more(case: PredictionInputs) -> RunPrediction:
     return RunPrediction(sum(parts.values()), memory_bytes, parts)
 
 
-def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
+def cluster_of_run(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     """The cluster of a run, from the hardware catalogue. Raises AutoparError for a GPU outside
     it.
     """

@@ -21,7 +21,7 @@ from autopar.runtime.state.precision import captured_in
 from autopar.targets.registry import read_job
 from autopar.text.plan_words import named_cluster
 
-TIME_LIMIT_S = 60.0
+_TIME_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class WhatRan:
         """Its price on a cluster of as many devices."""
         request = self.request(unlimited(cluster))
         # one or two candidates: helper processes would take longer to start than to search
-        plan = api.plan_traced(self.traced, request, TIME_LIMIT_S, processes=1)
+        plan = api.plan_traced(self.traced, request, _TIME_LIMIT_S, processes=1)
         return Price(plan, waiting_s(plan, self.traced, request))
 
 

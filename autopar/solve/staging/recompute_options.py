@@ -15,7 +15,7 @@ from autopar.solve.costs.pareto import undominated
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """Costs of one block of a kind; blocks of one kind cost the same. Each field has one entry for
     each recompute mode; the first mode keeps most.
 
@@ -78,7 +78,7 @@ class Ways:
 @dataclass(frozen=True, slots=True)
 class AlikeWays:
     """Ways to run a stage whose rank runs the same number of blocks in each recompute mode in all
-    its stages. Arrays by way, least recomputation first; the meaning of fields is that of `Kind`,
+    its stages. Arrays by way, least recomputation first; the meaning of fields is that of `BlockKind`,
     summed (peaks: maximum) over the blocks. `lines` is indexed [way, line], `modes` [way, unit].
     The first blocks recompute most.
     """
@@ -127,7 +127,7 @@ class RecomputeOptions:
     alive.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[BlockKind]
     modes: int
     micro_batches: int
     known_options: dict[tuple[tuple[int, ...], bool], BlockOptions] = field(default_factory=dict)
