@@ -281,9 +281,9 @@ def _near(
     most_s: float,
     limit_s: Callable[[Simplicity], float],
 ) -> tuple[list[Offer], set[Simplicity]]:
-    """(the offers that are at most as complex as `own` and may take at most `limit_s`, by the bounds
-    of the search; kinds of plans for whose candidates the search had no time). `most_s` is the
-    highest of these limits.
+    """(the offers that are at most as complex as `own`; kinds of plans for whose candidates the
+    search had no time). By its bounds, an offer may take at most `limit_s`. `most_s` is the highest
+    of these limits.
     """
     offers: list[Offer] = []
     left: set[Simplicity] = set()
