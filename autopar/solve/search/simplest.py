@@ -30,7 +30,7 @@ makes equal requests give equal plans where several processes find equally fast 
 applies to searches that ended with a gap.
 """
 
-_KEPT = "the fastest whose tensor parallelism does not cross nodes or PCIe"
+KEPT = "the fastest whose tensor parallelism does not cross nodes or PCIe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Preference:
             best = fastest(self.restager, some, within_s, self.until)[0] or best
         if best is None:
             return None
-        inside = replace(with_plan(found, candidates, best, _KEPT), fastest=None)
+        inside = replace(with_plan(found, candidates, best, KEPT), fastest=None)
         simplest = self._simplest(inside, inner, candidates)
         if simplest.best is None or simplest.best[1].time_s > limit_s:
             simplest = inside
@@ -281,9 +281,9 @@ def _near(
     most_s: float,
     limit_s: Callable[[Simplicity], float],
 ) -> tuple[list[Offer], set[Simplicity]]:
-    """(the offers that are at most as complex as `own` and may take at most `limit_s`, by the bounds
-    of the search; kinds of plans for whose candidates the search had no time). `most_s` is the
-    highest of these limits.
+    """(the offers that are at most as complex as `own`; kinds of plans for whose candidates the
+    search had no time). By its bounds, an offer may take at most `limit_s`. `most_s` is the highest
+    of these limits.
     """
     offers: list[Offer] = []
     left: set[Simplicity] = set()
