@@ -44,8 +44,8 @@ from autopar.trace.fusion.fused import fused
 
 _SEARCH_SHARE, _CROSSING_SHARE, _CHOSEN_SHARE = 0.7, 0.65, 0.8
 """Share of the time limit for the search itself, if simpler plans or runners-up are looked for after
-it; and if plans whose tensor parallelism stays on fast links are too. And the share after which no
-more simpler plans are looked for.
+it. The second holds if plans whose tensor parallelism stays on fast links are looked for too. The
+third is the share after which no more simpler plans are looked for.
 """
 _LEAST_OWN_S, _OWN_SHARE = 1.0, 0.5
 """Seconds for the searches of single families, and the share of the search that they may take besides."""
@@ -170,8 +170,8 @@ def _preferred(
 
 
 def _crossing(request: PlanRequest) -> Callable[[MeshShape], bool]:
-    """Whether tensor parallelism of a mesh crosses nodes or PCIe, as a function; False for all meshes
-    if the user pinned its degree, or asked for what is best whatever it is.
+    """Whether tensor parallelism of a mesh crosses nodes or PCIe, as a function. It is False for all
+    meshes if the user pinned the degree or asked for the fastest plan.
     """
     topology = request.cluster.one_kind.topology
     per_node = 1 if topology.intra.kind == "pcie" else topology.devices_per_node

@@ -29,8 +29,12 @@ from autopar.text.units import NOT_PROVED, gap_words, gib, ms, percent
 
 BUDGET_S = 40.0
 """Seconds to look for remedies, shared by the remaining ladders by their weights."""
-MOST_TIMES = 8
+MOST_TIMES = 64
 """The largest multiple of the number of devices that is tried."""
+_TRIES = 3
+"""On a ladder that is climbed from below, a try takes at most one of this many parts of the time that
+is left.
+"""
 _SEQ_STEPS = 16
 """Number of equal steps in which a sequence is shortened."""
 _PIPELINE = ("vpp", "schedule", "stages")
@@ -263,7 +267,7 @@ class Climb:
         """
         self.tell(f"planning {rung.words}")
         try:
-            left_s = self.end_s - self.clock()
+            left_s = (self.end_s - self.clock()) / (_TRIES if self.ladder.up else 1)
             self.plans[rung.words] = self.plan_for(rung.ask, left_s)
             return True
         except NoPlanFits as error:

@@ -19,6 +19,7 @@ from autopar.solve.costs.recompute_mix import Mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.lp_relaxation import quick_time_bound
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution, solve_placement
+from autopar.solve.search import branch_and_bound
 from autopar.solve.search.branch_and_bound import search
 from autopar.solve.search.candidate_state import Entry
 from autopar.solve.search.limits import SearchLimits
@@ -219,3 +220,18 @@ def test_buffers_of_what_is_made_again_follow_the_micro_batch():
     assert holds("selective", 1) != holds("selective", 2) and holds("mixed", 1) == holds(
         "mixed", 2
     ) == (holds("none", 4)[0], ("none", "selective", "full"), 0)
+
+
+def test_data_parallelism_alone_is_opened_first_and_its_large_micro_batches_before_small_ones():
+    meshes = (MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(dp=4, ep=2), MeshShape(pp=2, dp=2))
+    entries = [
+        Entry(Candidate(mesh, size, 8 // size, zero, "none"))
+        for mesh in meshes
+        for size in (1, 2, 4)
+        for zero in (1, 3)
+    ]
+    order = [entries[number].candidate for number in branch_and_bound._order(entries)]
+    alone = [c.micro_batch for c in order[:6]]
+    assert {c.mesh for c in order[:6]} == {MeshShape(dp=4)} and alone == sorted(alone, reverse=True)
+    others = [c.micro_batch for c in order[6:]]
+    assert others == sorted(others) and len(order) == len(entries)

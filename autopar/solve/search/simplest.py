@@ -49,8 +49,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Chooses the simplest plan within the fraction `tolerance` of the fastest, or within a multiple
-    of it where much is simpler (`Simplicity.times_tolerance`). `memory_bytes` is the whole memory
+    """Chooses the simplest plan within the fraction `tolerance` of the fastest, which is multiplied
+    by `Simplicity.times_tolerance`. `memory_bytes` is the whole memory
     of a device (None: unlimited), of which the restager may take a part. No more plans are looked at
     from `until` on, by `time.perf_counter()`. `crosses(mesh)` says whether tensor parallelism is
     over slow links, and should not be.
@@ -129,37 +129,12 @@ class Preference:
         as for `chosen`.
         """
         assert found.best is not None
-        proved = found.status == "optimal"
         candidate, solution = found.best
         own = candidate_simplicity(candidate, self._is_crowded(solution.memory_bytes))
         bare = replace(own, crowded=False)
-
-        def limit_s(simplicity: Simplicity) -> float:
-            """The longest that a plan with this simplicity may take, in seconds."""
-            return (1 + bare.times_tolerance(simplicity) * self.tolerance) * solution.time_s
-
+        limit_s = partial(self._limit_s, bare, solution.time_s)
         most_s = (1 + UNSPLIT * self.tolerance) * solution.time_s
-        offers: list[Offer] = []
-        left: set[Simplicity] = set()
-        seen: set[Hashable] = set()
-        for place, group in enumerate(_as_simple(groups, candidates)):
-            if (least_s := _least_s(found, group)) > most_s:
-                continue
-            # a search that had no time for candidates has the bound 0
-            is_left, kind = not proved and least_s <= 0, _kind_of(candidates[group[0]])
-            if is_left and kind in seen:
-                continue
-            of_group = _offers(place, [candidates[n] for n in group], least_s)
-            near = [
-                offer
-                for offer in of_group
-                if offer.simplicity <= bare and least_s <= limit_s(offer.simplicity)
-            ]
-            if is_left:
-                seen.add(kind)
-                left |= {offer.simplicity for offer in near}
-            else:
-                offers += near
+        offers, left = _near(found, groups, candidates, bare, most_s, limit_s)
         offers.sort(key=lambda offer: (offer.simplicity, offer.place))
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
@@ -188,6 +163,12 @@ class Preference:
             if unsettled:
                 left.add(simplicity)
         return replace(found, simpler_left=_below(left, bare))
+
+    def _limit_s(self, own: Simplicity, fastest_s: float, simpler: Simplicity) -> float:
+        """The longest that a plan with the simplicity `simpler` may take, in seconds, if the fastest
+        takes `fastest_s` and has the simplicity `own`.
+        """
+        return (1 + own.times_tolerance(simpler) * self.tolerance) * fastest_s
 
     @staticmethod
     def _share(found: SearchResult) -> float:
@@ -290,6 +271,43 @@ def _as_simple(
             one = candidates[number]
             sharing.setdefault((one.zero == 3, one.shard), []).append(number)
         yield from sharing.values()
+
+
+def _near(
+    found: SearchResult,
+    groups: Sequence[Sequence[int]],
+    candidates: Sequence[Candidate],
+    own: Simplicity,
+    most_s: float,
+    limit_s: Callable[[Simplicity], float],
+) -> tuple[list[Offer], set[Simplicity]]:
+    """(the offers that are at most as complex as `own`; kinds of plans for whose candidates the
+    search had no time). By its bounds, an offer may take at most `limit_s`. `most_s` is the highest
+    of these limits.
+    """
+    offers: list[Offer] = []
+    left: set[Simplicity] = set()
+    seen: set[Hashable] = set()
+    proved = found.status == "optimal"
+    for place, group in enumerate(_as_simple(groups, candidates)):
+        if (least_s := _least_s(found, group)) > most_s:
+            continue
+        # a search that had no time for candidates has the bound 0
+        is_left, kind = not proved and least_s <= 0, _kind_of(candidates[group[0]])
+        if is_left and kind in seen:
+            continue
+        of_group = _offers(place, [candidates[n] for n in group], least_s)
+        near = [
+            offer
+            for offer in of_group
+            if offer.simplicity <= own and least_s <= limit_s(offer.simplicity)
+        ]
+        if is_left:
+            seen.add(kind)
+            left |= {offer.simplicity for offer in near}
+        else:
+            offers += near
+    return offers, left
 
 
 def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[Offer]:
