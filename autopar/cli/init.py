@@ -54,7 +54,7 @@ def main():
     if args.plan:
         model, batch = spec.build("meta"), spec.example_inputs(2, args.seq)
         plan = autopar.plan(model, args.cluster, batch, global_batch=args.batch, runnable=True)
-        print(autopar.explain(plan, cluster=args.cluster))
+        print(autopar.explain(plan))
         return
     data = Rows(spec, args.seq)
     engine = autopar.parallelize(
