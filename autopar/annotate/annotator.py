@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from math import ceil
 
 from autopar_cost_models import (
     Topology,
-    Traffic,
     all_gather_time_s,
-    group_shape,
+    neighbour_traffic,
     point_to_point_time_s,
 )
 from torch.fx import Node
@@ -249,9 +247,7 @@ class Annotator:
         mesh, topology, between = setting.mesh, setting.cluster.topology, setting.between
         # ranks of the pipeline on this kind of devices
         here = mesh.pp if between is None else topology.num_devices // mesh.stride("pp")
-        # of the ranks of a pipeline on one node, one sends to the next node
-        on_node, _ = group_shape(here, mesh.stride("pp"), topology)
-        traffic = Traffic(concurrent_groups=ceil(topology.devices_per_node / on_node))
+        traffic = neighbour_traffic(here, mesh.stride("pp"), topology)
 
         def hop_s(size_bytes: float) -> float:
             own_s = point_to_point_time_s(size_bytes, here, mesh.stride("pp"), topology, traffic)

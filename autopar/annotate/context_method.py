@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar_cost_models import collective_time_s, point_to_point_time_s
+from autopar_cost_models import collective_time_s, neighbour_traffic, point_to_point_time_s
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -67,9 +67,11 @@ def context_extra_s(
             )
         return forward, backward
     if method == "ring":
-        hop_s = point_to_point_time_s(keys_bytes / cp, cp, stride, topology)
-        home_s = point_to_point_time_s(op.gradient_bytes / cp, cp, stride, topology)
-        back_s = point_to_point_time_s((keys_bytes + op.gradient_bytes) / cp, cp, stride, topology)
+        traffic = neighbour_traffic(cp, stride, topology)
+        hop_s, home_s, back_s = (
+            point_to_point_time_s(size / cp, cp, stride, topology, traffic)
+            for size in (keys_bytes, op.gradient_bytes, keys_bytes + op.gradient_bytes)
+        )
         hidden = (cp - 1) / cp  # the last block has nothing left to hide
         forward += max((cp - 1) * hop_s - op.forward_s * hidden, 0.0)
         # gradients travel one hop further, home

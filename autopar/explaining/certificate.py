@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.explaining.runners_up import allowed_more, preference_words
+from autopar.explaining.runners_up import left_words, nearness_words, preference_words
 from autopar.ir.cluster import Cluster
 from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
@@ -75,7 +75,7 @@ def proof_words(plan: Plan) -> str:
     if proof.tp_inside:
         more = 100 * (proof.objective_s / proof.fastest_s - 1)
         return f"the simplest whose tensor parallelism does not cross nodes or PCIe, {more:.2g} % above what is {words}"
-    return f"the simplest within {percent(allowed_more(plan))} of what is {words}"
+    return f"{nearness_words(plan)} of what is {words}{left_words(plan)}"
 
 
 def advice_on_gap(plan: Plan) -> str:

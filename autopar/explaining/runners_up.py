@@ -97,6 +97,15 @@ def allowed_more(plan: Plan) -> float:
     return times * proof.tolerance
 
 
+def nearness_words(plan: Plan) -> str:
+    """How near a plan that was preferred for its simplicity is to the fastest, as text. Where it may
+    take longer than the tolerance, still simpler kinds of plans may have had a lower limit.
+    """
+    allowed, tolerance = allowed_more(plan), plan.certificate.tolerance
+    what = "the simplest within" if allowed <= tolerance else "simpler, within"
+    return f"{what} {percent(allowed)}"
+
+
 def preference_words(plan: Plan) -> str:
     """What the certificate proves about the plan's simplicity, as text; '' with a tolerance of
     0.
@@ -104,17 +113,18 @@ def preference_words(plan: Plan) -> str:
     proof = plan.certificate
     if not proof.tolerance:
         return ""
-    within = f"within {percent(allowed_more(plan))} of the {optimum_words(plan)}"
     faster = 1 - proof.fastest_s / plan.predicted.step_time_s
     if proof.tp_inside:
         return (
             f"{simplicity_of_plan(plan)}: the simplest whose tensor parallelism does not cross nodes or PCIe; the {optimum_words(plan)} is "
             f"{choice_words(proof.fastest)}, whose does: {ms(proof.fastest_s)}. {inside_words(plan)}"
         )
+    left = f"{optimum_words(plan)}{left_words(plan)}"
     if faster <= PROVED:
-        return f"{simplicity_of_plan(plan)}; nothing simpler was found {within}{_left_words(plan)}"
+        nothing = f"nothing simpler was found within {percent(proof.tolerance)} of the {left}"
+        return f"{simplicity_of_plan(plan)}; {nothing}"
     return (
-        f"{simplicity_of_plan(plan)}: the simplest {within}{_left_words(plan)}; the {optimum_words(plan)} is "
+        f"{simplicity_of_plan(plan)}: {nearness_words(plan)} of the {left}; the {optimum_words(plan)} is "
         f"{choice_words(proof.fastest)}: {ms(proof.fastest_s)}, {100 * faster:.2g} % less"
     )
 
@@ -138,7 +148,8 @@ def optimum_words(plan: Plan) -> str:
     return "proved optimum" if plan.certificate.gap <= PROVED else "fastest plan that was found"
 
 
-def _left_words(plan: Plan) -> str:
+def left_words(plan: Plan) -> str:
+    """That simpler plans were not excluded, as text; '' if they were."""
     # not how many: bounds that exclude a class depend on which process found a plan first
     left = plan.certificate.simpler_left
     return " (some simpler ones are left without a proof)" if left else ""

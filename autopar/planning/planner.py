@@ -152,16 +152,17 @@ def _preferred(
         return found
     others = rivals.runners_up(found)
     better = others[0].staged if others else None
-    held_s = found.fastest_s if found.tp_inside else found.best[1].time_s
-    if better is not None and (1 + request.tolerance) * better.time_s < held_s:
+    if better is not None and (1 + request.tolerance) * better.time_s < found.fastest_s:
         faster = with_plan(found, candidates, better, "the best of its family")
         return _preferred(request, replace(faster, fastest=None), rivals, until)
     chosen, first = found.best, found.fastest or found.best
     if better is not None and found.status != "optimal" and better.time_s < first[1].time_s:
         found = replace(found, fastest=others[0].plan)
-    inside = inside_of(others, found, preference.crosses) if request.tolerance else None
-    simpler = inside or simpler_of(others, found, request.tolerance, preference.crosses)
-    if simpler is not None:
+    while True:  # each time on faster links, or simpler
+        inside = inside_of(others, found, preference.crosses) if request.tolerance else None
+        simpler = inside or simpler_of(others, found, request.tolerance, preference.crosses)
+        if simpler is None:
+            break
         chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or chosen
         found = with_plan(found, candidates, simpler, KEPT if inside else "the simplest")
         slower = first[1].time_s < simpler.time_s

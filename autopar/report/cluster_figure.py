@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar_cost_models import Topology, group_shape
+from autopar_cost_models import Topology, group_shape, neighbour_traffic
 
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
 from autopar.ir.mesh import AXES, MeshShape
@@ -54,7 +54,12 @@ def axis_places(plan: Plan, cluster: Cluster) -> list[AxisPlace]:
 
 def _place(mesh: MeshShape, axis: str, topology: Topology) -> AxisPlace:
     here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
-    rate_Bps = topology.intra.achieved_Bps if nodes == 1 else topology.group_inter_Bps(here) / here
+    rate_Bps = topology.intra.achieved_Bps
+    if nodes > 1 and axis == "pp":
+        traffic = neighbour_traffic(mesh.pp, mesh.stride("pp"), topology)
+        rate_Bps = topology.group_inter_Bps(1, traffic.concurrent_groups)
+    elif nodes > 1:
+        rate_Bps = topology.group_inter_Bps(here) / here
     return AxisPlace(axis, mesh.size(axis), here, nodes, rate_Bps)
 
 

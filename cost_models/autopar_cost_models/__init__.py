@@ -10,6 +10,7 @@ from autopar_cost_models.collectives import (
     collective_time_s,
     dispatch_time_s,
     distinct,
+    neighbour_traffic,
     point_to_point_time_s,
     reduce_scatter_time_s,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "late_moments",
     "matmul_time_s",
     "memory_time_s",
+    "neighbour_traffic",
     "node_preset",
     "peak_held",
     "pipeline_time",

@@ -260,6 +260,15 @@ def dispatch_time_s(
     return max(intra_s, inter_s) + latency_s
 
 
+def neighbour_traffic(group_size: int, stride: int, topology: Topology) -> Traffic:
+    """The traffic of groups of `group_size` ranks that lie `stride` apart, in which each rank sends to
+    the next one. Of the ranks of a group on one node, one sends to the next node. Messages of the
+    other direction, which may be under way at once, are not counted.
+    """
+    on_node, _ = group_shape(group_size, stride, topology)
+    return Traffic(concurrent_groups=ceil(topology.devices_per_node / on_node))
+
+
 def point_to_point_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:

@@ -199,3 +199,9 @@ def test_a_dispatch_is_no_slower_than_copies(group, size_bytes, choices):
     assert more_s >= cm.dispatch_time_s(size_bytes, choices, *group) >= 0
     found = cm.distinct(group[0], choices)
     assert 1 - 1e-9 <= found <= min(group[0], choices) + 1e-9
+
+
+def test_of_neighbours_on_one_node_one_sends_to_the_next_node():
+    node = cm.Topology(8, 4, cm.LINKS["nvlink4"], cm.LINKS["ndr400"], nics_per_node=1)
+    for size, stride, senders in ((4, 8, 8), (8, 4, 4), (16, 2, 2), (32, 1, 1), (4, 1, 2)):
+        assert cm.neighbour_traffic(size, stride, node).concurrent_groups == senders

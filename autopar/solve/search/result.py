@@ -46,7 +46,7 @@ class SearchResult:
         AnnotatedModel, ...
     ] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
     fastest: tuple[Candidate, Solution] | None = None  # if `best` is a simpler one (`simplest.py`)
-    # whether `best` is slower than `fastest` to keep tensor parallelism inside nodes
+    # whether `best` is slower than `fastest` so that tensor parallelism stays on fast links
     tp_inside: bool = False
     simpler_left: tuple[Simplicity, ...] = ()  # simpler kinds of candidates without plan and proof
     glances_s: tuple[float, ...] = ()  # for each candidate, its first bound; infinite without one

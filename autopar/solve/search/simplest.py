@@ -46,6 +46,11 @@ class Offer:
     part: Part
     whole: Part
 
+    @property
+    def key(self) -> tuple[int, tuple[Schedule, ...]]:
+        """What offers that differ in recompute modes alone have in common."""
+        return self.place, self.whole.schedules
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
@@ -137,13 +142,18 @@ class Preference:
         offers, left = _near(found, groups, candidates, bare, most_s, limit_s)
         offers.sort(key=lambda offer: (offer.simplicity, offer.place))
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
+        limits_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}  # of the offers of one key
+        for offer in offers:
+            longest_s = limit_s(offer.simplicity)
+            limits_s[offer.key] = max(limits_s.get(offer.key, 0.0), longest_s)
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
             open_ = []
             for offer in alike:
                 try:
                     with stops_at(self.until):
                         check_time()
-                        if self._bound_s(offer, most_s, bounds_s) < limit_s(simplicity):
+                        known_s = self._bound_s(offer, limits_s[offer.key], bounds_s)
+                        if known_s < limit_s(simplicity):
                             open_.append(offer)
                 except TimeIsOver:
                     left.add(simplicity)
@@ -184,10 +194,9 @@ class Preference:
         """A lower bound in seconds on the plans of an offer in any recompute modes, raised up to
         `most_s`. `known` is a cache, since several offers differ only in these modes.
         """
-        key = offer.place, offer.whole.schedules
-        if key not in known:
-            known[key], _ = self.restager.solver(offer.whole).raise_bounds(most_s)
-        return known[key]
+        if offer.key not in known:
+            known[offer.key], _ = self.restager.solver(offer.whole).raise_bounds(most_s)
+        return known[offer.key]
 
     def _is_crowded(self, peak_bytes: int) -> bool:
         whole = self.memory_bytes
