@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, evaluate
 from autopar.targets.expansion import LOST, Expansion, is_known, shown_value
-from autopar.targets.shell_commands import Command, Node
+from autopar.targets.shell_commands import Block, Command, Node
 from autopar.targets.shell_words import CLOSE, OPEN, Word
 
 _OUTSIDE = re.compile(rf"(?:{OPEN}\$\{{?(?:\w+|[@*])\}}?{CLOSE})+")
@@ -41,6 +41,21 @@ class Conditions(Expansion):
             assumed = self.script.branch((node.line, self.text_in_test(node.words[-1])[:20]), 2)
             return None if assumed is None else assumed == 1
         return truth
+
+    def succeeds(self, node: Node, functions: Container[str]) -> bool | None:
+        """Whether a command that runs succeeds; None if the file does not tell. A program is taken
+        to succeed. A group succeeds if its last command does. `functions` are those of the script.
+        """
+        if isinstance(node, Block):
+            body = node.branches[0][1] if node.kind == "group" else ()
+            if len(body) > 1 and body[-2].end in ("&&", "||"):
+                return None
+            return self.succeeds(body[-1], functions) if body else True
+        called = bool(node.words and node.words[0]) and node.words[0][0].text in functions
+        if called or self.is_test(node):
+            return self.decided(node)
+        truth = self.test(node)
+        return True if truth is None else truth
 
     @staticmethod
     def is_test(node: Command) -> bool:

@@ -160,7 +160,7 @@ class _Reader(ScriptFiles):
                 self._subshell([replace(node, end=";")]) if apart else self._block(node)
             self.unsure -= runs is None
             if runs is not False and joined in ("&&", "||"):
-                own = self._succeeds(node)
+                own = self.succeeds(node, self.functions)
                 status = either(status, own, before == "||") if runs is None else own
         self.depth -= 1
 
@@ -176,22 +176,6 @@ class _Reader(ScriptFiles):
             self._case(node)
         else:
             self._loop(node)
-
-    def _is_function(self, node: Command) -> bool:
-        return bool(node.words and node.words[0]) and node.words[0][0].text in self.functions
-
-    def _succeeds(self, node: Node) -> bool | None:
-        """Whether a command that runs succeeds; None if the file does not tell. A program is taken
-        to succeed, and a group does as its last command.
-        """
-        if isinstance(node, Block):
-            body = node.branches[0][1] if node.kind == "group" else ()
-            if len(body) > 1 and isinstance(body[-2], Command) and body[-2].end in ("&&", "||"):
-                return None
-            return self._succeeds(body[-1]) if body else True
-        decides = self.is_test(node) or self._is_function(node)
-        truth = self.decided(node) if decides else self.test(node)
-        return True if truth is None and not decides else truth
 
     def _subshell(self, body: Sequence[Node]) -> None:
         """Reads a group in a shell of its own, whose variables end with it."""
