@@ -43,19 +43,32 @@ class Conditions(Expansion):
         return truth
 
     def succeeds(self, node: Node, functions: Container[str]) -> bool | None:
-        """Whether a command that runs succeeds; None if the file does not tell. A program is taken
+        """Whether a command that ran succeeded; None if the file does not tell. A program is taken
         to succeed. A group succeeds if its last command does. `functions` are those of the script.
         """
         if isinstance(node, Block):
-            body = node.branches[0][1] if node.kind == "group" else ()
-            if len(body) > 1 and body[-2].end in ("&&", "||"):
-                return None
-            return self.succeeds(body[-1], functions) if body else True
+            return self._group_succeeds(node, functions)
         called = bool(node.words and node.words[0]) and node.words[0][0].text in functions
         if called or self.is_test(node):
             return self.decided(node)
         truth = self.test(node)
         return True if truth is None else truth
+
+    def _group_succeeds(self, node: Block, functions: Container[str]) -> bool | None:
+        """As `succeeds`. Nothing is expanded: the variables inside may have had other values."""
+        body = node.branches[0][1] if node.kind == "group" else ()
+        if not body:
+            return True
+        last = body[-1]
+        if len(body) > 1 and body[-2].end in ("&&", "||"):
+            return None
+        if isinstance(last, Block):
+            return self._group_succeeds(last, functions)
+        first = last.words[0] if last.words else ()
+        name = first[0].text if len(first) == 1 and first[0].kind == "text" else "!"
+        if self.is_test(last) or name == "!" or name in functions:
+            return None
+        return name != "false"
 
     @staticmethod
     def is_test(node: Command) -> bool:

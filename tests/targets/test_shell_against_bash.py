@@ -188,6 +188,7 @@ REDIRECTED = [
     "case 4 in 4) torchrun 3;; esac > log\nfor i in 1; do torchrun $i; done < <(echo x)\ntorchrun 4",
     "{ true; } || exit 1\n( false ) || A=4\n( [ 4 = 4 ] ) && torchrun $A",
     "A=1\n{ A=2; exit 3; } | cat\ntorchrun $A\n{ false; } && exit 2\ntorchrun 5",
+    "( : ${A:=4} ) || A=no\ntorchrun --x=$A\nA=1\n( A=2; [ $A = 2 ] ) && torchrun 1",
     "[ 4 = 8 ] && { A=1; } || { A=2; }\ntorchrun $A",
     "A=1\n{ A=2; } && { A=3; } || { A=4; }\ntorchrun $A",
     "torchrun --a <(echo x y) --b 1 > >(cat) --c",
