@@ -25,7 +25,7 @@ class NotANumber(ValueError):
     """The text is no arithmetic of whole numbers, or has a value that is not known."""
 
 
-def evaluate(text: str, value_of: Callable[[str], str]) -> int:
+def arithmetic_value(text: str, value_of: Callable[[str], str]) -> int:
     """The value of an expression such as `NNODES * 8 / (TP * PP)`. `value_of(name)` is the text of
     a variable. Raises NotANumber if that is no whole number, or for another defect.
     """

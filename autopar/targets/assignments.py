@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.conditions import Conditions
 from autopar.targets.expansion import LOST, Script, Value, is_known, shown_value, unknown
-from autopar.targets.shell_words import Part, Word
+from autopar.targets.shell_words import Word, WordPart
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _SUM = re.compile(r"\s*([A-Za-z_]\w*)\s*(<<|>>|[-+*/%]|)=(?!=)(.+)", re.DOTALL)
@@ -34,7 +34,7 @@ class Assignments(Conditions):
         found = ASSIGNMENT.fullmatch(first.text)
         if found is None and re.fullmatch(r"[A-Za-z_]\w*\[", first.text):
             found = ASSIGNMENT.fullmatch(self.text(word))  # such as A[$I]=8
-            word = (Part("text", found[0], False),) if found else word
+            word = (WordPart("text", found[0], False),) if found else word
         if found is None:
             return False
         name, adds = found[1], found[3] == "+"
@@ -42,7 +42,7 @@ class Assignments(Conditions):
             value: Value = tuple(field for item in array for field in self.fields(item))
             self._keyed(name, value)
         else:
-            value = self.text((Part("text", found[4], True), *word[1:]))
+            value = self.text((WordPart("text", found[4], True), *word[1:]))
         if found[2]:
             name = self._element(name, found[2][1:-1], value)
         self.store(name, value, adds, line)
@@ -83,7 +83,7 @@ class Assignments(Conditions):
             name = re.match(r"[A-Za-z_]\w*", word[0].text if word[0].kind == "text" else "")
             if name and name[0] not in self.locals:
                 self.locals[name[0]] = self.script.variables.get(name[0])
-            if name and word == (Part("text", name[0], False),):
+            if name and word == (WordPart("text", name[0], False),):
                 self.script.variables.pop(name[0], None)
 
     def sets(self, words: tuple[str, ...], line: int) -> bool:
@@ -168,7 +168,7 @@ class Assignments(Conditions):
         for text in (piece for whole in texts for piece in whole.split(",")):
             for name, value in _assigned_sums(text):
                 try:
-                    shown = str(evaluate(value, self.script.text_of))
+                    shown = str(arithmetic_value(value, self.script.text_of))
                 except NotANumber:
                     shown = unknown(f"(({text.strip()[:60]}))")
                 self.store(name, shown, False, line)

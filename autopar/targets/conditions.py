@@ -6,9 +6,9 @@ import re
 from collections.abc import Container, Sequence
 from fnmatch import fnmatchcase
 
-from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.expansion import LOST, Expansion, is_known, shown_value
-from autopar.targets.shell_commands import Block, Command, Node
+from autopar.targets.shell_commands import Block, Node, ShellCommand
 from autopar.targets.shell_words import CLOSE, OPEN, Word
 
 _OUTSIDE = re.compile(rf"(?:{OPEN}\$\{{?(?:\w+|[@*])\}}?{CLOSE})+")
@@ -28,13 +28,13 @@ class Conditions(Expansion):
         truth: bool | None = None
         connector = ";"
         for node in nodes:
-            value = self.decided(node) if isinstance(node, Command) else None
+            value = self.decided(node) if isinstance(node, ShellCommand) else None
             joined = connector in ("&&", "||")
             truth = either(truth, value, connector == "||") if joined else value
-            connector = node.end if isinstance(node, Command) else ";"
+            connector = node.end if isinstance(node, ShellCommand) else ";"
         return truth
 
-    def decided(self, node: Command) -> bool | None:
+    def decided(self, node: ShellCommand) -> bool | None:
         """Whether a command succeeds, as `test`, or as it is assumed."""
         truth = self.test(node)
         if truth is None and node.words:
@@ -71,7 +71,7 @@ class Conditions(Expansion):
         return name != "false"
 
     @staticmethod
-    def is_test(node: Command) -> bool:
+    def is_test(node: ShellCommand) -> bool:
         """Whether a command is a test or a sum."""
         words = [word[0].text for word in node.words if len(word) == 1]
         return (words[1:] if words[:1] == ["!"] else words)[:1] in (
@@ -81,7 +81,7 @@ class Conditions(Expansion):
             ["let"],
         )
 
-    def test(self, node: Command) -> bool | None:
+    def test(self, node: ShellCommand) -> bool | None:
         """Whether a command such as `[ $A = 1 ]` succeeds; None if the file does not tell."""
         words, patterns = [self.text_in_test(word) for word in node.words], list[str]()
         turned = words[:1] == ["!"]
@@ -101,7 +101,7 @@ class Conditions(Expansion):
             truth = None
         return truth if truth is None or not turned else not truth
 
-    def _is_split(self, node: Command) -> bool:
+    def _is_split(self, node: ShellCommand) -> bool:
         """Whether `[` takes a list such as `"$@"` that is not one word."""
         lists = [word for word in node.words if word[0].kind == "variable" or len(word) > 1]
         lists = [word for word in lists if any("@" in part.text for part in word)]
@@ -124,7 +124,7 @@ class Conditions(Expansion):
 
     def _is_not_zero(self, text: str) -> bool | None:
         try:
-            return evaluate(text, self.script.text_of) != 0
+            return arithmetic_value(text, self.script.text_of) != 0
         except NotANumber:
             return None
 
@@ -155,7 +155,7 @@ class Conditions(Expansion):
         if operator not in _ORDER or not (is_known(a) and is_known(b)):
             return None
         try:
-            return bool(evaluate(f"({a}) {_ORDER[operator]} ({b})", self.script.text_of))
+            return bool(arithmetic_value(f"({a}) {_ORDER[operator]} ({b})", self.script.text_of))
         except NotANumber:
             return None
 

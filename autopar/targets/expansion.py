@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from autopar.errors import AutoparError
-from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.shell_words import (
     CLOSE,
     MOST_CHARACTERS,
     OPEN,
-    Part,
     Word,
+    WordPart,
     document_word,
     parse_text,
     quoted_text,
@@ -169,7 +169,9 @@ class Expansion:
             if part.kind == "text" and not part.quoted and (braces := _BRACES.search(part.text)):
                 texts = (part.text[: braces.start()] + piece + part.text[braces.end() :]
                          for piece in _alternatives(braces))  # fmt: skip
-                words = ((*word[:at], Part("text", text, False), *word[at + 1 :]) for text in texts)
+                words = (
+                    (*word[:at], WordPart("text", text, False), *word[at + 1 :]) for text in texts
+                )
                 if part.text.count("{") > MOST_BRACES:
                     return [unknown(part.text[:60])]
                 listed: list[str] = []
@@ -208,7 +210,7 @@ class Expansion:
         inside = f"[^{blanks}]" if blanks else r"[\s\S]"
         return re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|{inside})+", value)
 
-    def _part(self, part: Part) -> tuple[str, ...]:
+    def _part(self, part: WordPart) -> tuple[str, ...]:
         if part.kind == "text":
             return (part.text,)
         if part.kind == "place":
@@ -221,7 +223,7 @@ class Expansion:
         if part.kind == "sum":
             try:
                 inner = self.text(parse_text(part.text))
-                return (str(evaluate(inner, self.script.text_of)),)
+                return (str(arithmetic_value(inner, self.script.text_of)),)
             except NotANumber:
                 return (unknown(f"$(({part.text.strip()[:60]}))"),)
         return self._variable(part.text, part.quoted)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autopar.targets.assignments import Assignments
 from autopar.targets.expansion import Script, is_known
-from autopar.targets.shell_commands import Command
+from autopar.targets.shell_commands import ShellCommand
 from autopar.targets.shell_words import MOST_CHARACTERS
 
 ReadFile = Callable[[str], str | None]
@@ -22,7 +22,7 @@ class ScriptFiles(Assignments):
         self.read_file = read_file
         self.piped: str | None = None  # what `sed` hands to the next command
 
-    def edits(self, words: tuple[str, ...], node: Command) -> None:
+    def edits(self, words: tuple[str, ...], node: ShellCommand) -> None:
         """Takes over what `sed "s/A/B/" FILE > OTHER` writes, also behind a pipe. Only plain texts are
         replaced; with another edit the file is not known.
         """
@@ -43,7 +43,7 @@ class ScriptFiles(Assignments):
         elif (file := self.text(node.written)) and is_known(file):
             self.script.files[file] = text
 
-    def takes_document(self, words: tuple[str, ...], node: Command) -> bool:
+    def takes_document(self, words: tuple[str, ...], node: ShellCommand) -> bool:
         """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another
         command.
         """

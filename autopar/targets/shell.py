@@ -25,8 +25,8 @@ from autopar.targets.expansion import (
     unknown,
 )
 from autopar.targets.script_files import ReadFile, ScriptFiles
-from autopar.targets.shell_commands import Block, Command, Node, parse
-from autopar.targets.shell_words import CLOSE, Part, Word
+from autopar.targets.shell_commands import Block, Node, ShellCommand, parse
+from autopar.targets.shell_words import CLOSE, Word, WordPart
 
 MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
@@ -100,7 +100,7 @@ class _Return(Exception):
 
 def _shifts(nodes: Sequence[Node]) -> bool:
     """Whether one of the commands drops arguments."""
-    shift = (Part("text", "shift", False),)
+    shift = (WordPart("text", "shift", False),)
     return any(
         any(_shifts(body) for _, body in node.branches)
         if isinstance(node, Block)
@@ -153,7 +153,7 @@ class _Reader(ScriptFiles):
             runs = not runs if before == "||" and runs is not None else runs
             self.unsure += runs is None
             joined = node.end
-            if runs is not False and isinstance(node, Command):
+            if runs is not False and isinstance(node, ShellCommand):
                 self._command(node)
             elif runs is not False and isinstance(node, Block):
                 apart = before in _PIPES or joined in (*_PIPES, "&")
@@ -189,8 +189,8 @@ class _Reader(ScriptFiles):
         """Whether a condition holds; None if the file does not tell. Programs in it are run."""
         truth = self.truth_of(nodes)
         for node in nodes:
-            if isinstance(node, Command) and not self.is_test(node):
-                first = node.words[:1] == ((Part("text", "!", False),),)
+            if isinstance(node, ShellCommand) and not self.is_test(node):
+                first = node.words[:1] == ((WordPart("text", "!", False),),)
                 self._command(replace(node, words=node.words[1:]) if first else node)
         return truth
 
@@ -204,7 +204,7 @@ class _Reader(ScriptFiles):
             return
         if node.name == "for((":
             head = condition[0] if condition else None
-            self.counts(self.text(head.words[-1]) if isinstance(head, Command) else "")
+            self.counts(self.text(head.words[-1]) if isinstance(head, ShellCommand) else "")
             self._unsurely([body])
             return
         most = sys.maxsize
@@ -242,7 +242,7 @@ class _Reader(ScriptFiles):
         """Reads a loop over known arguments, or over one word, as often as it runs. Of another one
         it is not known which value its variable has: each may be a job of its own.
         """
-        words = head[0].words if len(head) == 1 and isinstance(head[0], Command) else ()
+        words = head[0].words if len(head) == 1 and isinstance(head[0], ShellCommand) else ()
         name = self.text(words[0]) if words else ""
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             self._unsurely([body])
@@ -287,7 +287,7 @@ class _Reader(ScriptFiles):
 
     def _case(self, node: Block) -> None:
         condition = node.branches[0][0]
-        words = condition[0].words if condition and isinstance(condition[0], Command) else ()
+        words = condition[0].words if condition and isinstance(condition[0], ShellCommand) else ()
         subject = "".join(self.text_in_test(word) for word in words[:1])
         if not is_known(subject):
             branch = self.script.branch((node.line, "case"), len(node.branches) - 1)
@@ -296,7 +296,7 @@ class _Reader(ScriptFiles):
             return
         for number, (condition, body) in enumerate(node.branches[1:], 1):
             command = condition[0] if condition else None
-            choices = command.words if isinstance(command, Command) else ()
+            choices = command.words if isinstance(command, ShellCommand) else ()
             patterns = [self.pattern(choice) for choice in choices]
             if not all(map(is_known, patterns)):
                 self._unsurely(body for _, body in node.branches[number:])
@@ -305,7 +305,7 @@ class _Reader(ScriptFiles):
                 self._run(body)
                 return
 
-    def _command(self, node: Command) -> None:
+    def _command(self, node: ShellCommand) -> None:
         arrays, at = dict(node.arrays), 0
         words, before = list(node.words), dict(self.script.variables)
         leads = len(words[0]) == 1 and words[0][0].kind == "text" if words else False
@@ -344,7 +344,7 @@ class _Reader(ScriptFiles):
             if not is_known(text) and not all(part.quoted or part.kind == "text" for part in word):
                 self.script.note(f"{shown_value(text)} is taken to be one word")
 
-    def _call(self, words: tuple[str, ...], node: Command) -> None:
+    def _call(self, words: tuple[str, ...], node: ShellCommand) -> None:
         name = words[0]
         if name in self.functions:
             self._function(name, words[1:])
@@ -395,7 +395,7 @@ class _Reader(ScriptFiles):
         if name == "continue" and self.loops:
             raise _Continue
 
-    def _writes_or_runs(self, words: tuple[str, ...], node: Command) -> None:
+    def _writes_or_runs(self, words: tuple[str, ...], node: ShellCommand) -> None:
         """Takes over `echo "$TEXT" > FILE`, and reads a script that was written so and is run now."""
         if words[0] in ("echo", "printf") and len(words) == 2 and node.written:
             file = self.text(node.written)
@@ -406,7 +406,7 @@ class _Reader(ScriptFiles):
             if shell in ("bash", "sh") and file in self.script.files and self.depth < 20:
                 self._nested(self.script.files[file], node)
 
-    def _nested(self, text: str, node: Command) -> None:
+    def _nested(self, text: str, node: ShellCommand) -> None:
         """Reads a command that a word holds, as in `bash -c "torchrun ..."`."""
         try:
             self._run(parse(text))

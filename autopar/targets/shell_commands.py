@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.errors import AutoparError
-from autopar.targets.shell_words import LET, Part, Token, Word, tokens_of
+from autopar.targets.shell_words import LET, Token, Word, WordPart, tokens_of
 
 MOST_DEPTH = 60
 """The deepest nesting of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ShellCommand:
     """A simple command. `end` is the operator behind it: ';', '|', '&&', ...; `arrays` are the
     words of assignments of arrays, by the index of their word. `document` is the here-document that
     it reads, or None. `written` is the file that its output goes to, or ().
@@ -43,9 +43,9 @@ class Block:
     end: str = ";"
 
 
-Node = Command | Block
+Node = ShellCommand | Block
 
-_TEST, _TEST_END = (Part("text", "[[", False),), (Part("text", "]]", False),)
+_TEST, _TEST_END = (WordPart("text", "[[", False),), (WordPart("text", "]]", False),)
 _JOINS = ("&&", "||", "|", "|&", "&")
 _ENDS = (*_JOINS, ";", ";;", "(", ")")
 """Operators behind a command that are no redirections."""
@@ -196,19 +196,19 @@ class _Parser:
         self.at += 1
         return Block("case", tuple(branches), line)
 
-    def _command_until(self, end: str, line: int) -> Command:
+    def _command_until(self, end: str, line: int) -> ShellCommand:
         """The words up to the keyword or operator `end`, which is read too."""
         words: list[Word] = []
         while (token := self._peek()) is not None:
             self.at += 1
-            if token.kind == "word" and token.word == (Part("text", end, False),):
+            if token.kind == "word" and token.word == (WordPart("text", end, False),):
                 break
             if token.kind == "operator" and token.text == end:
                 break
             words += [token.word] if token.kind == "word" else []
-        return Command(tuple(words), (), line, end)
+        return ShellCommand(tuple(words), (), line, end)
 
-    def _command(self) -> Command:
+    def _command(self) -> ShellCommand:
         words: list[Word] = []
         arrays: list[tuple[int, tuple[Word, ...]]] = []
         line, end = self.tokens[self.at].line, ";"
@@ -216,7 +216,9 @@ class _Parser:
         written: Word = ()
         while (token := self._peek()) is not None:
             if words[:1] == [_TEST] and words[-1] != _TEST_END:  # its operators are its own
-                word = token.word if token.kind == "word" else (Part("text", token.text, False),)
+                word = (
+                    token.word if token.kind == "word" else (WordPart("text", token.text, False),)
+                )
                 words += [word] if token.kind != "line" else []
                 self.at += 1
                 continue
@@ -252,4 +254,4 @@ class _Parser:
                 arrays.append((len(words), token.array))
             words.append(token.word)
             self.at += 1
-        return Command(tuple(words), tuple(arrays), line, end, document, written)
+        return ShellCommand(tuple(words), tuple(arrays), line, end, document, written)

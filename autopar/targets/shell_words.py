@@ -57,7 +57,7 @@ _ENDS = frozenset(" \t\r\n;&|<>()")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WordPart:
     """A part of a word: `kind` is 'text', 'variable' (the text inside `${}`), 'command' (what
     would be run) or 'sum' (the text inside `$(())`). A quoted part is not split at blanks.
     """
@@ -67,7 +67,7 @@ class Part:
     quoted: bool
 
 
-Word = tuple[Part, ...]
+Word = tuple[WordPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Token:
     array: tuple[Word, ...] | None = None
 
 
-LET: Word = (Part("text", "let", True),)
+LET: Word = (WordPart("text", "let", True),)
 """The first word of the command that `((...))` is; a `let` of the script is not quoted."""
 
 
@@ -189,7 +189,7 @@ class _Scanner:
                 if (
                     character != "\n"
                 ):  # bash refuses these; the bar of a layout is told by its reader
-                    yield (Part("text", character, True),)
+                    yield (WordPart("text", character, True),)
                 self.at += 1
             elif character:
                 yield self.word()
@@ -225,30 +225,30 @@ class _Scanner:
                     break
                 lines.append(text)
             whole = "\n".join(lines)
-            word = (Part("text", whole, True),) if literal else document_word(whole)
+            word = (WordPart("text", whole, True),) if literal else document_word(whole)
             yield Token("document", line, word=word)
         self.waiting = []
 
     def word(self) -> Word:
         """The word that begins here, up to a blank or an operator."""
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         while self.at < len(self.text):
             character = self.text[self.at]
             if place := self._placeholder():
-                parts.append(Part("place", place, True))
+                parts.append(WordPart("place", place, True))
                 self.at += len(place)
             elif self._is_pipe():  # a file whose name is not known
                 start, opening = self.at, character + "("
                 self._inside(opening)
-                parts.append(Part("place", self.text[start : self.at][:60], True))
+                parts.append(WordPart("place", self.text[start : self.at][:60], True))
             elif character == OPEN and (end := self.text.find(CLOSE, self.at)) > 0:
                 # a value that is not known, in a text that is read again
-                parts.append(Part("text", self.text[self.at : end + 1], True))
+                parts.append(WordPart("text", self.text[self.at : end + 1], True))
                 self.at = end + 1
             elif character in _ENDS:
                 break
             elif character == "'":
-                parts.append(Part("text", self._until("'"), True))
+                parts.append(WordPart("text", self._until("'"), True))
             elif character == '"':
                 parts += self._double_quoted()
             elif self.text.startswith("$'", self.at):
@@ -262,9 +262,9 @@ class _Scanner:
                 escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
                 if escaped != "\n":
-                    parts.append(Part("text", escaped, True))
+                    parts.append(WordPart("text", escaped, True))
             else:
-                parts.append(Part("text", character, False))
+                parts.append(WordPart("text", character, False))
                 self.at += 1
         if not parts:
             self.at += 1
@@ -278,7 +278,7 @@ class _Scanner:
         self.at = end + 1
         return found
 
-    def _double_quoted(self) -> list[Part]:
+    def _double_quoted(self) -> list[WordPart]:
         line = self._line()
         self.at += 1
         parts = self.quoted('"')
@@ -287,7 +287,7 @@ class _Scanner:
         self.at += 1
         return parts
 
-    def _ansi_quoted(self) -> Part:
+    def _ansi_quoted(self) -> WordPart:
         """The `$'...'` that begins here."""
         end = end_of_ansi(self.text, self.at)
         if end < 0:
@@ -295,23 +295,23 @@ class _Scanner:
         whole = self.text[self.at : end]
         self.at = end
         if _BYTE.search(whole):  # bytes that may be a part of a character
-            return Part("place", whole, True)
+            return WordPart("place", whole, True)
         text = _ESCAPE.sub(_unescaped, whole[2:-1])
-        return Part("text", text.partition("\0")[0], True)
+        return WordPart("text", text.partition("\0")[0], True)
 
-    def quoted(self, end: str, is_default: bool = False) -> list[Part]:
+    def quoted(self, end: str, is_default: bool = False) -> list[WordPart]:
         """The parts up to the character `end`, which is not read, or up to the end of the text. Only
         expansions and escapes mean more than themselves. A double quote ends nothing and is not
         escaped in a here-document, whose `end` is ''. In a default such as that of `${A:-it}` a
         brace may be escaped, and `$''` is a quote.
         """
         escaped_here = f"{end}\\$`\n" + ("}" if is_default else "")
-        parts = [Part("text", "", True)]
+        parts = [WordPart("text", "", True)]
         while self.at < len(self.text) and self.text[self.at] != end:
             character = self.text[self.at]
             if character == "\\" and self.text[self.at + 1 : self.at + 2] in tuple(escaped_here):
                 escaped = self.text[self.at + 1]
-                parts += [] if escaped == "\n" else [Part("text", escaped, True)]
+                parts += [] if escaped == "\n" else [WordPart("text", escaped, True)]
                 self.at += 2
             elif is_default and self.text.startswith("$'", self.at):
                 parts.append(self._ansi_quoted())
@@ -320,29 +320,31 @@ class _Scanner:
             elif character in "$`":
                 parts.append(self._expansion(True))
             else:
-                parts.append(Part("text", character, True))
+                parts.append(WordPart("text", character, True))
                 self.at += 1
         return parts
 
-    def _expansion(self, quoted: bool) -> Part:
+    def _expansion(self, quoted: bool) -> WordPart:
         """The expansion that begins here with `$` or a backtick."""
         if self.text[self.at] == "`":
             text = self._inside("`")
-            return Part("command", re.sub(r"\\([`$\\])", r"\1", text), quoted)
+            return WordPart("command", re.sub(r"\\([`$\\])", r"\1", text), quoted)
         if self.text.startswith("$(", self.at):
             text = self._inside("$(")
             is_sum = text.startswith("(") and closing(text, 1, "(") == len(text) - 1
-            return Part("sum", text[1:-1], quoted) if is_sum else Part("command", text, quoted)
+            return (
+                WordPart("sum", text[1:-1], quoted) if is_sum else WordPart("command", text, quoted)
+            )
         if self.text.startswith("$[", self.at):
-            return Part("sum", self._inside("$["), quoted)
+            return WordPart("sum", self._inside("$["), quoted)
         if self.text.startswith("${", self.at):
-            return Part("variable", self._inside("${"), quoted)
+            return WordPart("variable", self._inside("${"), quoted)
         name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]").match(self.text, self.at + 1)
         if name is None:
             self.at += 1
-            return Part("text", "$", quoted)
+            return WordPart("text", "$", quoted)
         self.at = name.end()
-        return Part("variable", name[0], quoted)
+        return WordPart("variable", name[0], quoted)
 
     def _inside(self, opening: str) -> str:
         """The text between the bracket that begins here and the one that closes it."""
@@ -365,13 +367,13 @@ def _unescaped(found: re.Match[str]) -> str:
     return _ESCAPES.get(found[6], found[0])
 
 
-def _joined(parts: list[Part]) -> Word:
+def _joined(parts: list[WordPart]) -> Word:
     """The parts, with neighbouring texts of one quoting as one part."""
-    found: list[Part] = []
+    found: list[WordPart] = []
     for (kind, quoted), run in groupby(parts, lambda part: (part.kind, part.quoted)):
         same = list(run)
         is_text = kind == "text"
-        found += [Part(kind, "".join(part.text for part in same), quoted)] if is_text else same
+        found += [WordPart(kind, "".join(part.text for part in same), quoted)] if is_text else same
     return tuple(found)
 
 
@@ -380,14 +382,14 @@ def document_word(text: str) -> Word:
     try:
         return _joined(_Scanner(text).quoted(""))
     except AutoparError:  # a bracket without an end: bash would refuse it
-        return (Part("text", text, True),)
+        return (WordPart("text", text, True),)
 
 
 def quoted_text(text: str) -> Word:
     """The parts of a text inside an expansion that stands between double quotes, such as the
     default in `"${A:-it}"`. Single quotes are plain characters there, double quotes end and begin.
     """
-    scanner, parts = _Scanner(text), list[Part]()
+    scanner, parts = _Scanner(text), list[WordPart]()
     while scanner.at < len(text):
         parts += scanner.quoted('"', is_default=True)
         scanner.at += 1
@@ -398,10 +400,10 @@ def parse_text(text: str) -> Word:
     """The parts of a text that stands inside an expansion, such as a default. Blanks and operators
     are plain text there.
     """
-    scanner, parts = _Scanner(text), list[Part]()
+    scanner, parts = _Scanner(text), list[WordPart]()
     while scanner.at < len(text):
         if text[scanner.at] in _ENDS:
-            parts.append(Part("text", text[scanner.at], False))
+            parts.append(WordPart("text", text[scanner.at], False))
             scanner.at += 1
         else:
             parts += scanner.word()

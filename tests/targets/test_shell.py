@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
-from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.expansion import Script, is_known, shown_value
 from autopar.targets.shell import read_script
 from autopar.targets.shell_commands import parse
@@ -183,7 +183,7 @@ def test_arithmetic_is_that_of_bash(a: int, b: int, c: int, operator: str) -> No
     done = subprocess.run(
         ["bash", "-c", f"X=5; echo $(( {text} ))"], capture_output=True, text=True
     )
-    assert evaluate(text, lambda name: {"X": "5"}[name]) == int(done.stdout)
+    assert arithmetic_value(text, lambda name: {"X": "5"}[name]) == int(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_arithmetic_is_that_of_bash(a: int, b: int, c: int, operator: str) -> No
 )
 def test_what_is_no_arithmetic_is_refused(text: str) -> None:
     with pytest.raises(NotANumber):
-        evaluate(text, lambda name: "text")
+        arithmetic_value(text, lambda name: "text")
 
 
 def test_lines_are_counted() -> None:
