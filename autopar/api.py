@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from autopar.errors import AutoparError, NoPlanFits
@@ -23,9 +24,9 @@ from autopar.models.rows import BatchDims, row_dims
 from autopar.ops.work import tokens_per_row
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose, most_searches
+from autopar.planning.plan_model import check_plan
 from autopar.planning.planner import plan_traced
 from autopar.planning.remedies import BUDGET_S, Ask, remedies
-from autopar.planning.saved_plan import check_plan
 from autopar.planning.searches import Searches
 from autopar.request.arguments import (
     check_arguments,
@@ -33,24 +34,28 @@ from autopar.request.arguments import (
     check_trains,
     parsed_cluster,
 )
+from autopar.request.options import OBJECTIVES, TIME_LIMIT_S, TOLERANCE
 from autopar.request.pins import Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
+from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks, say
 from autopar.runtime.state.precision import (
-    PRECISIONS,
+    PRECISION_DTYPES,
     captured_in,
     default_precision,
+    main_dtype,
     precision_note,
 )
+from autopar.targets.asked_software import software_like
 from autopar.targets.model_shape import shape_of_module
-from autopar.targets.registry import restriction_of, target_of
+from autopar.targets.registry import restriction_of
+from autopar.text.plan_words import cluster_of
 from autopar.trace.batches import (
     ExampleInputs,
     batch_tensors,
     check_example,
     sequence_length,
-    shortened,
+    shortened_inputs,
     shorter_lengths,
 )
 from autopar.trace.blocks import find_segments
@@ -87,7 +92,7 @@ def trace(
         model: the model; it is not changed.
         example_inputs: the tensors of one batch; only shapes and dtypes count.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
-        precision: a key of `PRECISIONS`. By default the model's dtypes stay.
+        precision: a key of `PRECISION_DTYPES`. By default the model's dtypes stay.
         deeper: how many more layers the result has than `model`, each like a captured one. By default
             none.
         kept_buffers: buffers that half precision may leave in their dtype. By default any that the
@@ -98,7 +103,7 @@ def trace(
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
-    dtype = PRECISIONS.get(precision or "")
+    dtype = PRECISION_DTYPES.get(precision or "")
 
     def traced(together: int = 1) -> tuple[TracedModel, int]:
         """(the model, `together` rows taken for one; what `rows_together` gives for it)."""
@@ -163,12 +168,12 @@ def plan(
     pin: Mapping[str, Any] | None = None,
     loss_fn: Callable | None = None,
     precision: str | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     runnable: bool = False,
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
-    software: Software | None = None,
-    objective: str = "time",
+    software: Software | str | None = None,
+    objective: str = OBJECTIVES[0],
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
     batch_dims: BatchDims | None = None,
@@ -196,8 +201,8 @@ def plan(
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
-        software: what the predictions are for, such as torch.compile, a kernel of attention, or fp8.  By default that of the target, or
-            autopar's own.
+        software: what the predictions are for: the name of a framework, such as 'deepspeed', or a `Software`.  By default that of the
+            target, or autopar's own.  With `target`, what a `Software` has besides its defaults replaces that of the target.
         objective: what the plan is to be best at.  'time' is the fastest step.  'cost' is the lowest cost per token on a part of
             the cluster.  'gpus' is the fewest devices whose step takes at most `deadline_s`.  'memory' is the least memory of the
             fullest device.  Notes of the plan say what is proved.
@@ -226,22 +231,22 @@ def plan(
     chosen = (
         precision if precision is not None else default_precision(model, choose_precision(cluster))
     )
+    captured = captured_in(chosen, runnable)
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
-    if software is None:
-        software = _software_on(cluster, chosen, target)
+    pins = Pins.of(pin or {})
     request = PlanRequest(
         cluster,
         default(1) if global_batch is None else global_batch,
-        Pins.of(pin or {}),
+        pins,
         precision=chosen,
         runnable=runnable,
         model_name=type(model).__name__,
-        software=software,
+        software=software_like(software, Software(), cluster, pins, chosen, target),
         micro_batch_mean=allow_micro_batch_mean,
+        model_text=_model_text(model, captured),
         tolerance=tolerance,
         runners_up=runners_up,
     )
-    captured = captured_in(chosen, runnable)
     if traced is None:
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
     if target is not None:
@@ -257,11 +262,14 @@ def plan(
     return _noted(_noted(_best_plan(goal, traced, request, deadline, progress), note), read)
 
 
-def _software_on(cluster: Cluster, precision: str, target: str | None) -> Software:
-    """The software of a target on the devices of a cluster; autopar's own without a target."""
-    if target is None:
-        return Software()
-    return target_of(target).software_for(cluster.groups[0].device.generation, compute=precision)
+def _model_text(model: nn.Module, captured: str | None) -> str:
+    """The text by which a command builds the model and captures the same graph; '' if none does.
+    Commands build models in fp32. `captured` is the precision in which the graph is captured.
+    """
+    from autopar.models.spec import text_of_model
+
+    is_alike = captured is not None or main_dtype(model) == torch.float32
+    return text_of_model(model) if is_alike else ""
 
 
 def _best_plan(
@@ -308,7 +316,7 @@ _plan = plan  # parallelize has an argument of that name
 @lost_ranks("in parallelize")
 def parallelize(
     model: nn.Module,
-    cluster: Cluster | str,
+    cluster: Cluster | str | None = None,
     example_inputs: ExampleInputs | None = None,
     optimizer: Optimizer | None = None,
     plan: Plan | None = None,
@@ -322,7 +330,7 @@ def parallelize(
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
     buckets: Sequence[int] | None = None,
-    compile: bool | Mapping[str, Any] = False,
+    compile: bool | Mapping[str, Any] | None = None,
     allow_micro_batch_mean: bool = False,
     batch_dims: BatchDims | None = None,
 ) -> Engine:
@@ -333,7 +341,7 @@ def parallelize(
 
     Args:
         model: the model.  If it is on the meta device, its shards come from `weights`, or from its own initializers.
-        cluster: a `ClusterSpec`, or a text such as 'cpu:4'.
+        cluster: a `ClusterSpec`, or a text such as 'cpu:4'.  By default that of `plan`.
         example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes and dtypes count.  A Hugging Face model has a
             default.
         optimizer: a function from parameters to a torch optimizer.  By default torch.optim.AdamW with its defaults.  If its argument is
@@ -354,8 +362,8 @@ def parallelize(
             keeps its own limit.
         buckets: lengths to which shorter batches are filled up.  Loss and parameters are those of the batch as it was given.
         compile: True, or a dict of options (backend, mode, options, dynamic).  What segments compute between collectives goes through
-            torch.compile, and a plan made here is priced for that.
-        allow_micro_batch_mean: as for `plan`.  A given plan has its own.
+            torch.compile, and a plan made here is priced for that.  By default as the software of `plan`, or else False.
+        allow_micro_batch_mean: as for `plan`.  By default as `plan`.
         batch_dims: as for `plan`.
 
     Raises:
@@ -364,14 +372,14 @@ def parallelize(
         NoPlanFits: as for `plan`.
     """
     check_arguments(locals())
-    check_beside_plan(plan, pin, global_batch, precision)
+    check_beside_plan(plan, pin, global_batch, precision, allow_micro_batch_mean)
     # imported here, so that planning does not wait for them
     from autopar.runtime.engine import Engine, start_process_group
 
-    cluster, example_inputs = parsed_cluster(cluster), _example(model, example_inputs)
+    cluster, given, compile = _decided(plan, cluster, precision, compile)
+    example_inputs = _example(model, example_inputs)
     inputs = [example_inputs, *_shorter(model, example_inputs, buckets, batch_dims)]
     start_process_group(cluster.device_type, timeout_s)
-    given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, choose_precision(cluster))
     traced, *shorter = _traced_on_ranks(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
@@ -405,6 +413,26 @@ def parallelize(
     )
 
 
+def _decided(
+    plan: Plan | None,
+    cluster: Cluster | str | None,
+    precision: str | None,
+    compile: bool | Mapping[str, Any] | None,
+) -> tuple[Cluster, str | None, bool | Mapping[str, Any]]:
+    """(cluster, precision, `compile`) of a plan, or without one those that are given. Raises
+    AutoparError if another cluster than the plan's is given, or if it is not known.
+    """
+    if plan is None:
+        return parsed_cluster(cluster), precision, False if compile is None else compile
+    compile = bool(plan.made_for.software.get("compiled")) if compile is None else compile
+    found = cluster_of(plan, cluster if cluster is None else parsed_cluster(cluster))
+    if found is None:
+        raise AutoparError(
+            f"the plan's file does not say its whole cluster {plan.cluster_name}: give cluster="
+        )
+    return found, plan.precision, compile
+
+
 def _shorter(
     model: nn.Module,
     example_inputs: ExampleInputs,
@@ -420,7 +448,7 @@ def _shorter(
         return []
     lengths = shorter_lengths(example_inputs, buckets, batch_dims)
     check_lengths(model, [*lengths, sequence_length(example_inputs, batch_dims)])
-    return [shortened(example_inputs, length, batch_dims) for length in lengths]
+    return [shortened_inputs(example_inputs, length, batch_dims) for length in lengths]
 
 
 def _checked_weights(

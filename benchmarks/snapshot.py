@@ -4,8 +4,8 @@
     python -m benchmarks.snapshot compare BEFORE AFTER
 
 `take` writes a JSON file for each answer: the plans of random requests, in one process; what
-`autopar predict` prints of published runs, and `autopar check` of jobs; the help of every command.
-An answer that is an error is its text.
+`autopar predict` and `autopar check` print of FILES; the help of every command. An answer that is
+an error is its text.
 `compare` prints each value that differs, by file and key, and how many files are equal. Exit code 1
 if any differs. Times of a search are not compared, nor plans of a search that the time ended.
 """
@@ -35,8 +35,8 @@ from benchmarks.search.random_requests import random_request
 
 TIME_LIMIT_S = 60.0
 JOB_CLUSTER = "dgx-h100:8"
-_TIMES = frozenset({"solve_time_s", "search_s", "traced_s", "budget_s", "elapsed_s"})
-"""Keys of answers that are the time of this run."""
+_TIMES = frozenset({"solve_time_s", "budget_s", "digest"})
+"""Keys of answers that are the time of this run, or depend on it."""
 _MOST = 20  # differences of a file that are printed
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from autopar.cli.help_texts import EXIT_CODES, ONE_IF
 from autopar.ir.cluster import DEVICES, NODES
+from autopar.request.options import OPTIONS, PARTS, Option
 from autopar.request.pins import PINS
 
 
@@ -23,6 +24,31 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def pins() -> str:
     """The name and meaning of every pin, as the command line's help has them."""
     return _table(("pin", "meaning"), ((f"`{name}`", pin.help) for name, pin in PINS.items()))
+
+
+def _in_python(row: Option) -> str:
+    """How an option is said to `autopar.plan`; '' if only commands have it."""
+    if row.name in PARTS:
+        return f"`Software({row.name}=...)`"
+    return f"`{row.name}`" if row.keyword else ""
+
+
+def options() -> str:
+    """The options of a request in Python and on the command line, each with its default and meaning."""
+    rows = [
+        (
+            _in_python(row),
+            f"`{row.flag}`" if row.flag else "",
+            ""
+            if row.default in (None, False)
+            else f"{row.default:g}"
+            if isinstance(row.default, float)
+            else row.default,
+            row.help.rstrip("."),
+        )
+        for row in (OPTIONS | PARTS).values()
+    ]
+    return _table(("`autopar.plan`", "command line", "default", "meaning"), rows)
 
 
 def devices() -> str:

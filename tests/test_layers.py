@@ -19,8 +19,10 @@ from support.imports import (
     import_graph,
     imported,
     imports_of,
+    lone_files,
     long_definitions,
     modules,
+    repeated_names,
 )
 
 ROOMS = """
@@ -59,6 +61,19 @@ CLOSED_FORMS = (
     "staging.staged_time",
     "bounds.lagrangian",
 )
+
+LONE = {
+    "autopar.annotate.expert_kernels": "kernels of one kind; kernels.py is at its length",
+    "autopar.cli.console": "where the process of `autopar` begins",
+    "autopar.cli.help_texts": "a table",
+    "autopar.cli.list_commands": "commands that plan nothing",
+    "autopar.models.hf_delta_rule": "a patch of one release of transformers",
+    "autopar.trace.row_limits": "a pass",
+    "autopar.trace.rows_together": "a pass",
+    "autopar.verify.widened": "a mode of torch; verify.py is at its length",
+    "autopar_kernels.rotary_kernels": "imports triton, where a kernel is launched",
+}
+"""Small files that one file imports, and why each is a file."""
 
 
 def users_of(package: str) -> set[str]:
@@ -205,3 +220,12 @@ def test_import_is_fast_and_leaves_cuda_alone():
 
 def test_planning_initializes_no_cuda():
     assert all_imported()[0] == "False"
+
+
+def test_a_public_name_has_one_place():
+    """Two things of one name are one thing, or need two names; what a module keeps to itself starts with `_`."""
+    assert repeated_names() == {}
+
+
+def test_small_files_with_one_importer_have_a_reason():
+    assert set(lone_files()) <= set(LONE) and len(LONE) <= 10

@@ -5,11 +5,11 @@ needs on top at its peak.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from torch.fx import Node
 
-from autopar.annotate.backward_peak import BackwardOp, backward_workspace
 from autopar.annotate.fusion import LOSSES, NORMS
 from autopar.annotate.linear_losses import chunk_bytes
 from autopar.annotate.local_class import LocalClass, sharding_key
@@ -18,7 +18,7 @@ from autopar.ir.annotated import AnnotatedOp, Saved
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.mesh import BATCH_AXES
-from autopar.ir.sharding import Layout, R, S
+from autopar.ir.sharding import AxisLayout, R, S
 from autopar.ops.dims import Call
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.random import drops
@@ -91,7 +91,7 @@ def kept_tensors(
     return tuple(kept)
 
 
-_Held = tuple[str, Layout, dict[str, Layout]]
+_Held = tuple[str, AxisLayout, dict[str, AxisLayout]]
 """A value of a call: its name, its layout over tp, and its layouts on the other axes."""
 
 
@@ -209,7 +209,7 @@ def _while_it_runs(
 
 
 def _gathered_bytes(
-    local: LocalClass, op: AnnotatedOp, made: Mapping[str, Collection[Layout]]
+    local: LocalClass, op: AnnotatedOp, made: Mapping[str, Collection[AxisLayout]]
 ) -> int:
     """Bytes of the input that a linear layer gathers again, under the smallest strategy that shards
     its parameter; 0 if it can read the input sharded as it is made. `made` has the layouts in which
@@ -306,7 +306,7 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
     return own
 
 
-def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> bool:
+def _gathers_again(local: LocalClass, node: Node, root: str, layout: AxisLayout) -> bool:
     """Whether a layer keeps the sharded form of an input that it has whole, and gathers it again in
     backward.
 
@@ -354,3 +354,62 @@ def _whole_rows_bytes(local: LocalClass, node: Node, names: tuple[str, ...]) -> 
     )
     choices = local.pricing.size_bytes(local.facts.tensors[names[1]], fixed) // 8
     return 2 * choices * int(x.shape[1]) * local.pricing.itemsize(x)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOp:
+    """The backward of one op. `reads` and `writes` name the values whose gradients it reads and
+    writes. `keeps` maps saved tensors to bytes. `own` is the bytes alive only while it runs. If
+    `passes`, it passes the gradient of its result on unchanged.
+    """
+
+    reads: tuple[str, ...]  # results
+    writes: tuple[str, ...]  # operands
+    keeps: Mapping[str, int]
+    own: int = 0
+    passes: bool = False
+
+
+def backward_workspace(
+    backward: Iterable[BackwardOp], sizes: Mapping[str, int], outputs: Iterable[str]
+) -> int:
+    """Peak bytes of a segment's backward above the bytes that its forward keeps.
+
+    `backward` lists ops in forward order, `sizes` has the bytes of values, and `outputs` names the
+    values whose gradients arrive from the next segment.
+
+    Ops of a class run backward from last to first. Before an op, the gradients of its results are
+    alive, and the op writes the gradients of its operands. After it, the gradients of its results
+    are freed, and so are saved tensors that no earlier op keeps. The workspace is the largest
+    excess of gradients over freed bytes. Each value has the size of its smallest strategy, so that
+    the solver sees a constant.
+    """
+    calls = list(backward)
+    first: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    for number, call in enumerate(calls):
+        for key, size in call.keeps.items():
+            first.setdefault(key, number)
+            kept[key] = max(kept.get(key, 0), size)
+    # value -> the value in whose gradient's memory its gradient is
+    buffer: dict[str, str] = {name: name for name in outputs}
+    alive: dict[str, int] = {name: sizes.get(name, 0) for name in outputs}
+    fullest = excess = sum(alive.values())
+    for number, call in reversed(list(enumerate(calls))):
+        for name in call.writes:
+            if name in buffer:
+                continue  # added to what is there
+            source = buffer.get(call.reads[0]) if call.passes and call.reads else None
+            if source is not None and sizes.get(name, 0) == alive.get(source, -1):
+                buffer[name] = source
+            else:
+                buffer[name] = name
+                alive[name] = sizes.get(name, 0)
+                excess += alive[name]
+        fullest = max(fullest, excess + call.own)
+        for name in call.reads:
+            source = buffer.pop(name, None)
+            if source is not None and source not in buffer.values():
+                excess -= alive.pop(source)
+        excess -= sum(kept[key] for key in call.keeps if first[key] == number)
+    return max(fullest, 0)

@@ -28,14 +28,14 @@ from autopar.annotate.local_class import local_class
 from autopar.annotate.parameter_costs import TrainedByClass
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.setting import AxisChoices, Setting
-from autopar.annotate.transfers import PARTS, Pricing
+from autopar.annotate.transfers import PARTS_OF_VALUES, Pricing
 from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice
-from autopar.ir.sharding import Layout, Pattern, R, transition
+from autopar.ir.sharding import AxisLayout, Pattern, R, transition
 from autopar.ir.stop import check_time
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, is_symbolic
@@ -217,7 +217,7 @@ class Annotator:
         layout change in between is allowed only if its price does not depend on the number of
         ranks, or if it is sent over dp (`CallPricer.over_dp`).
         """
-        have: dict[str, Layout] = {}
+        have: dict[str, AxisLayout] = {}
         for node in self.traced.classes[index].graph.nodes:
             choice = choices.get(node.name, {}).get("dp")
             for k, name in enumerate(
@@ -240,7 +240,7 @@ class Annotator:
         ]
         return all(
             have[name] == want
-            or (name not in follows and not {*PARTS} & {*transition(have[name], want)})
+            or (name not in follows and not {*PARTS_OF_VALUES} & {*transition(have[name], want)})
             for node, choice in calls
             for name, want in zip(operand_names(node), choice.inputs, strict=True)
         )

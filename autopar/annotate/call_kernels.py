@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from torch.fx import Node
 
 from autopar.annotate.fusion import FusedShare
-from autopar.annotate.joined_products import joined_outputs
-from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
+from autopar.annotate.kernels import FREE_KERNEL, KernelTime, MatrixProduct, Shape, product_of
 from autopar.annotate.linear_losses import LinearLoss, linear_loss_time
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.transfers import attention_of
@@ -95,7 +95,7 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
     """
     name, dims = op_name(call.node), call.dims
     if dims is not None and dims.movement_free:
-        return FREE
+        return FREE_KERNEL
     if is_attention(call.node):
         return _attention(local, call)
     if name == ROUTED_EXPERTS:
@@ -148,7 +148,7 @@ def _operand_shape(local: LocalClass, call: PricedCall, i: int) -> Shape:
     )
 
 
-def _product(local: LocalClass, call: PricedCall) -> Product | None:
+def _product(local: LocalClass, call: PricedCall) -> MatrixProduct | None:
     shapes = [_operand_shape(local, call, i) for i in range(len(call.names))]
     parameters = [name in local.facts.weights for name in call.names]
     fp8 = call.node.name not in local.facts.heads or local.setting.software.fp8_head
@@ -160,7 +160,7 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
     return replace(found, joined=joined_outputs(call.node, local.facts.weights))
 
 
-def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
+def _convolution(local: LocalClass, call: PricedCall) -> MatrixProduct | None:
     """A convolution as a matrix product, one for each group of channels: (positions, channels x
     kernel) by (channels x kernel, channels). None if a size is 0.
     """
@@ -183,7 +183,7 @@ def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
     if not prod(sizes) * groups:
         return None
     m, n, k = sizes
-    return Product(
+    return MatrixProduct(
         m=m,
         n=n,
         k=k,
@@ -350,3 +350,33 @@ def _kept_bytes(local: LocalClass, call: PricedCall, shares: FusedShare | None) 
         if counted
     }
     return sum(s.size_bytes for s in call.kept_values if s.key.partition("/")[0] in entering)
+
+
+def joined_outputs(node: Node, weights: Container[str]) -> float:
+    """Outputs of the product of which a linear layer is a part, over its own outputs; 1.0 if it
+    runs alone. `weights` names the parameters of its class.
+
+    Two layers of one size that read one input are joined, as gate and up are. So are two of one size
+    and a third that is at least as large, as keys, values and queries are.
+    """
+    inputs = node.args[0] if node.args else None
+    if not isinstance(inputs, Node):
+        return 1.0
+    sizes = {
+        user: size
+        for user in inputs.users
+        if user.target is node.target and (size := _outputs(user, inputs, weights))
+    }
+    least = sorted(sizes.values())
+    joined = len(least) in (2, 3) and least[0] == least[1]
+    return sum(least) / sizes[node] if joined and node in sizes else 1.0
+
+
+def _outputs(node: Node, inputs: Node, weights: Container[str]) -> int:
+    """Outputs of a linear layer that multiplies these inputs by a parameter; 0 for other calls."""
+    if len(node.args) < 2 or node.args[0] is not inputs:
+        return 0
+    weight = node.args[1]
+    if not isinstance(weight, Node) or weight.name not in weights:
+        return 0
+    return int(weight.meta["val"].shape[0])

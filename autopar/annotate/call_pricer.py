@@ -15,13 +15,13 @@ from autopar.annotate.activations import held_bytes, kept_tensors, late_tensors,
 from autopar.annotate.call_kernels import PricedCall
 from autopar.annotate.call_strategy import PaidMove, call_strategy
 from autopar.annotate.local_class import LocalClass
-from autopar.annotate.recomputed import NOTHING
+from autopar.annotate.recomputed import NO_RERUN
 from autopar.annotate.saved_tensors import rerun_ops
 from autopar.annotate.setting import Setting
 from autopar.annotate.transfers import Pricing
 from autopar.ir.annotated import AnnotatedOp, Saved, Strategy
 from autopar.ir.mesh import BATCH_AXES, MeshShape
-from autopar.ir.sharding import COLLECTIVES, Layout, P, transition
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, AxisLayout, P, transition
 from autopar.ops.dims import is_symbolic
 from autopar.ops.strategies import OpStrategy, letter_of, replicated, replicated_partial
 from autopar.ops.values import operand_names, ops, result_names
@@ -43,7 +43,7 @@ class CallPricer:
         self._priced: dict[str, tuple[Strategy, ...]] = dict(plain._priced) if plain else {}
         self.over_dp: dict[str, list[PaidMove]] = dict(plain.over_dp) if plain else {}
         self.rerun_bytes: dict[str, int] = {}
-        self._paid: set[tuple[str, str, Layout]] = set()
+        self._paid: set[tuple[str, str, AxisLayout]] = set()
         self._by_mesh: dict[tuple[bool, MeshShape], list[AnnotatedOp]] = {}
         self._nodes = ops(local.facts.graph)
         self.ops = [self._op(node) for node in self._nodes]
@@ -110,7 +110,7 @@ class CallPricer:
         if sender is not None:
             sent = self.over_dp[node.name]
             priced = tuple(self._sending(sent, strategy, sender) for strategy in priced)
-        if self.local.rerun is not NOTHING:
+        if self.local.rerun is not NO_RERUN:
             priced = tuple(
                 self._again(node, choice, strategy, names, outs)
                 for choice, strategy in zip(found, priced, strict=True)
@@ -192,7 +192,8 @@ class CallPricer:
             if differentiable and grads[names[one.operand]]
             else replace(one, backward="identity")
             for one in paid
-            if one.axis == "dp" and not {one.forward, one.backward}.isdisjoint(COLLECTIVES)
+            if one.axis == "dp"
+            and not {one.forward, one.backward}.isdisjoint(COLLECTIVE_PRIMITIVES)
         ]
 
     def _sending(self, sent: Sequence[PaidMove], strategy: Strategy, sender: Pricing) -> Strategy:
@@ -203,7 +204,7 @@ class CallPricer:
                     move, sender.sharded(one.size_bytes, strategy.inputs[one.operand]), "dp"
                 )
                 for one, move in moves
-                if move in COLLECTIVES
+                if move in COLLECTIVE_PRIMITIVES
             )
             for moves in (
                 [(one, one.forward) for one in sent],

@@ -17,7 +17,7 @@ from autopar.annotate.local_class import LocalClass
 from autopar.ir.annotated import Saved, Strategy
 from autopar.ir.calls import is_attention, op_name
 from autopar.ir.fusion import LINEAR_LOSS
-from autopar.ir.sharding import COLLECTIVES
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES
 from autopar.ops.dims import Call
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.fused import FUSED
@@ -143,7 +143,7 @@ def _sent(
         part = local.pricing.sharded(one.size_bytes, call.choice.inputs[one.operand])
         moves = (one.forward, one.backward) if call.grads[one.operand] else (one.forward,)
         for place, move in enumerate(moves):
-            if move not in COLLECTIVES:
+            if move not in COLLECTIVE_PRIMITIVES:
                 local_s[place] += local.pricing.move_s(move, part, one.axis)
             elif one.axis != "dp":
                 sent_s[place] += local.pricing.move_s(move, part, one.axis)

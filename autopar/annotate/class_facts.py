@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -12,16 +12,15 @@ from torch.fx import Graph, Node
 
 from autopar.annotate.attention_masks import windows
 from autopar.annotate.fusion import FusedShare, added_gradients, fuse, heads_of
-from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
+from autopar.annotate.recomputed import NO_RERUN, Rerun, rerun_of
 from autopar.annotate.saved_tensors import SavedByOp, observe_saved
-from autopar.annotate.storage_dims import storage_dims
 from autopar.ir.annotated import Shared
 from autopar.ir.calls import op_name
 from autopar.ir.fusion import LINEAR_LOSS
 from autopar.ir.plan_checks import SELECTIVE_MODES
-from autopar.ir.sharding import Layout, Pattern
+from autopar.ir.sharding import AxisLayout, Pattern
 from autopar.ir.traced import BlockClass, TracedModel
-from autopar.ops.dims import Call, OpDims
+from autopar.ops.dims import Call, OpDims, letters_of, locate
 from autopar.ops.reach import (
     letter_patterns,
     parameter_readers,
@@ -84,7 +83,7 @@ class ClassFacts:
     added: set[tuple[str, int]]
     saved: dict[str, SavedByOp]
     roots: dict[str, str]
-    storage_dim: Callable[[str, Layout], int | None]
+    storage_dim: Callable[[str, AxisLayout], int | None]
     shares: Callable[[Joins], dict[str, FusedShare]]
     rerun: Callable[[str, bool], Rerun]
     tensor_parallel: Callable[[Node, int, tuple[tuple[str, int], ...]], list[OpStrategy]]
@@ -320,11 +319,11 @@ def _class_facts(
 def _rerun(
     block: BlockClass, saved: dict[str, SavedByOp], roots: dict[str, str], mode: str, compiled: bool
 ) -> Rerun:
-    """What backward runs again under a recompute mode; `NOTHING` if the mode is not selective or
+    """What backward runs again under a recompute mode; `NO_RERUN` if the mode is not selective or
     does not apply to this class.
     """
     if mode not in SELECTIVE_MODES or (mode in ("gather", "op") and not block.is_layer):
-        return NOTHING
+        return NO_RERUN
     return rerun_of(mode, block.graph, saved, roots, compiled)
 
 
@@ -361,3 +360,40 @@ def _borrowed(block: BlockClass) -> frozenset[str]:
         for node in block.graph.nodes
         if node.op == "get_attr" and node.target in block.borrowed
     )
+
+
+def storage_dims(
+    graph: Graph, dims: Mapping[str, OpDims | None], roots: Mapping[str, str]
+) -> Callable[[str, AxisLayout], int | None]:
+    """A function (value, layout that shards it) -> the dim of the value that owns its storage. None
+    if that value cannot be sharded alike.
+    """
+    makers = {name: (node, k) for node in ops(graph) for k, name in enumerate(result_names(node))}
+
+    @cache
+    def found(name: str, layout: AxisLayout) -> int | None:
+        dim, rows, root = layout.dim, layout.pattern.rows, roots[name]
+        while name != root:
+            place = _before(*makers[name], dims, dim, rows)
+            if place is None:
+                return None
+            name, dim, rows = place
+        return dim
+
+    return found
+
+
+def _before(
+    node: Node, k: int, dims: Mapping[str, OpDims | None], dim: int, rows: bool
+) -> tuple[str, int, bool] | None:
+    """The operand of a view, and which of its dims is sharded with a dim of result k. The third
+    entry says whether positions of each batch row are sharded. None if no dim is.
+    """
+    view = dims[node.name]
+    if view is None or not view.inputs:
+        return None
+    for letter in letters_of(view.outputs[k][dim]):
+        after, before = locate(view.outputs[k], letter), locate(view.inputs[0], letter)
+        if after is not None and before is not None and after[1].rows == rows:
+            return operand_names(node)[0], before[0], before[1].rows
+    return None

@@ -16,10 +16,10 @@ from autopar.annotate.local_class import LocalClass
 from autopar.annotate.parameter_costs import ParameterCosts, TrainedByClass
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedOp, AnnotatedValue, Strategy
-from autopar.ir.sharding import Layout, R
+from autopar.ir.sharding import AxisLayout, R
 from autopar.ops.values import output_nodes, value_name
 
-LayoutsOf = dict[str, set[Layout]]
+LayoutsOf = dict[str, set[AxisLayout]]
 """The layouts over tp that each value may have, by value name."""
 
 
@@ -120,7 +120,7 @@ class ClassPricer:
             for name, value in self.values.items()
         }
 
-    def _kept_bytes(self, op: AnnotatedOp) -> dict[Layout, int]:
+    def _kept_bytes(self, op: AnnotatedOp) -> dict[AxisLayout, int]:
         """Bytes of a segment input that is kept for recomputation, for each layout over tp in which
         it may arrive.
         """
@@ -169,7 +169,7 @@ class ClassPricer:
         return max(gradients - given_back, 0)
 
 
-def _input(local: LocalClass, position: int, node: Node, wanted: set[Layout]) -> AnnotatedOp:
+def _input(local: LocalClass, position: int, node: Node, wanted: set[AxisLayout]) -> AnnotatedOp:
     """The priced input at `position`. It may arrive replicated or in any layout that an op of the
     class requests and the sequence-parallelism pin allows. Model inputs are replicated over tp.
     """

@@ -8,15 +8,15 @@ from autopar.annotate.call_pricer import least_compute_s
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.transfers import Conversions
 from autopar.ir.annotated import AnnotatedOp, Conversion
-from autopar.ir.sharding import COLLECTIVES, Layout, P, R, transition
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, AxisLayout, P, R, transition
 
 
 def conversion_costs(
     local: LocalClass,
     calls: Sequence[AnnotatedOp],
     name: str,
-    have: set[Layout],
-    wanted: set[Layout],
+    have: set[AxisLayout],
+    wanted: set[AxisLayout],
 ) -> Conversions:
     """Prices of all allowed layout changes over tp of the value `name`, from a layout of `have` to
     one of `wanted`, by (from, to). `calls` are the priced calls of the class.
@@ -33,7 +33,7 @@ def conversion_costs(
         return {
             pair: price
             for pair, price in found.items()
-            if not set(COLLECTIVES) & set(transition(*pair))
+            if not set(COLLECTIVE_PRIMITIVES) & set(transition(*pair))
         }
     readers = [op for op in calls if name in op.inputs]
     found = _gathered_in_fp8(local, name, readers, found)
@@ -68,7 +68,7 @@ def _gathered_again(local: LocalClass, name: str, readers: Sequence[AnnotatedOp]
     return local.pricing.exposed_s(max(hidden_s, 0.0), local.gathered_again_s(name, R))
 
 
-def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:
+def boundary_layouts(local: LocalClass, name: str, layouts: set[AxisLayout]) -> set[AxisLayout]:
     """Those of `layouts` that the sequence-parallelism pin allows for a value between segments.
     Values with gradients are sharded along positions if it is on, and whole if it is off. Numbers,
     such as the loss of a router, may be partial.
@@ -82,7 +82,9 @@ def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[
     return (positions if pin else layouts & {R}) or layouts
 
 
-def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversions) -> Conversions:
+def _pinned(
+    local: LocalClass, name: str, layouts: set[AxisLayout], found: Conversions
+) -> Conversions:
     """Those of the layout changes `found`, by (from, to), that the sequence-parallelism pin allows
     for an activation. `layouts` are all that the value may have.
     """

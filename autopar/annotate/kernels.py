@@ -23,7 +23,7 @@ from autopar_cost_models.matmul import (
     grouped_matmul_time_s,
     shaped_matmul_time_s,
 )
-from autopar_cost_models.memory import RECIPES
+from autopar_cost_models.memory import BYTES_PER_PARAMETER
 from autopar_cost_models.roofline import chain_time_s
 
 from autopar.annotate.expert_kernels import further_chains
@@ -47,11 +47,11 @@ class KernelTime:
     backward_kernels: int = 1
 
 
-FREE = KernelTime(0.0, 0.0, 0.0, 0, 0)
+FREE_KERNEL = KernelTime(0.0, 0.0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatrixProduct:
     """`batch` matrix products (m, k) @ (k, n). `left_grad` and `right_grad`: which factors get
     gradients. `parameter`: index of the factor that is a parameter, or -1. `fp8`: whether the
     product may run in fp8. `joined`: columns of the product of which this one is a part, over its
@@ -93,7 +93,7 @@ class LocalAttention:
 
 def product_of(
     dims: OpDims, shapes: list[Shape], grads: list[bool], parameters: list[bool], fp8: bool
-) -> Product | None:
+) -> MatrixProduct | None:
     """The matrix product that a contraction of two factors is, from its letters and this rank's
     shapes; None if it is not one, or a size is 0. `fp8`: whether it may run in fp8; only a single
     product by a parameter does.
@@ -111,7 +111,7 @@ def product_of(
     if not m * n * k * batch:
         return None
     parameter = next((place for place, i in enumerate(factors) if parameters[i]), -1)
-    return Product(
+    return MatrixProduct(
         m=m,
         n=n,
         k=k,
@@ -149,7 +149,7 @@ class Kernels:
         self.device, self.precision, self.software = device, precision, software
         self.itemsize, self.gradient_itemsize = (
             activation_itemsize(precision),
-            RECIPES[precision][1],
+            BYTES_PER_PARAMETER[precision][1],
         )
         rates = {
             kernel: rate.forward
@@ -168,7 +168,7 @@ class Kernels:
 
     # ----------------------------------------------------------------------------------------------------------- matrix products
 
-    def product(self, p: Product) -> KernelTime:
+    def product(self, p: MatrixProduct) -> KernelTime:
         """Kernel time of a matrix product and of the products of its backward, in fp8 if the
         product may and the software does so. A part of a larger product takes its share of the time.
         """
@@ -188,7 +188,7 @@ class Kernels:
             )
         return self._known[p]
 
-    def _product(self, p: Product) -> KernelTime:
+    def _product(self, p: MatrixProduct) -> KernelTime:
         def seconds(m: int, n: int, k: int, summed_up: bool) -> float:
             itemsize = (
                 self.gradient_itemsize if summed_up and self.software.fused_accumulation else None
@@ -216,7 +216,7 @@ class Kernels:
             return 0.0
         return memory_time_s((self.itemsize + 2 * self.gradient_itemsize) * numel, self.device)
 
-    def _fp8_product(self, p: Product) -> KernelTime:
+    def _fp8_product(self, p: MatrixProduct) -> KernelTime:
         """Kernel time of a linear layer in fp8; either factor may be the weight. If only one
         gradient is needed, only that one is cast and computed.
         """

@@ -16,7 +16,7 @@ from autopar.annotate.recomputed import Rerun
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.annotate.transfers import Pricing
 from autopar.ir.plan_fields import AxisChoice
-from autopar.ir.sharding import Layout, R
+from autopar.ir.sharding import AxisLayout, R
 from autopar.ops.strategies import lowering_of
 from autopar.ops.values import ops, result_names
 
@@ -38,7 +38,7 @@ class LocalClass:
     setting: Setting
     pricing: Pricing
     choices: dict[str, dict[str, AxisChoice]]
-    fixed: dict[str, dict[str, Layout]]
+    fixed: dict[str, dict[str, AxisLayout]]
     shapes: dict[str, Shape]
     bytes: dict[str, int]
     common: dict[str, tuple[int, int]]
@@ -48,14 +48,14 @@ class LocalClass:
     narrow: frozenset[str]
     rerun: Rerun
 
-    def along_positions(self, name: str, layout: Layout) -> bool:
+    def along_positions(self, name: str, layout: AxisLayout) -> bool:
         """Whether a layout shards the value `name` along a dim that is positions of sequences."""
         return layout.is_shard and any(
             dim == layout.dim and pattern.rows == layout.pattern.rows
             for dim, pattern in self.facts.positions.get(name, ())
         )
 
-    def gathered_again_s(self, name: str, layout: Layout) -> float:
+    def gathered_again_s(self, name: str, layout: AxisLayout) -> float:
         """Seconds in which backward gathers a value over tp for the linear layers that keep its
         shard. 0.0 if no layer does, or if `layout`, in which the value is made, is not whole.
         """
@@ -103,7 +103,7 @@ def local_class(
     )
 
 
-def sharding_key(facts: ClassFacts, name: str, layouts: Mapping[str, Layout]) -> str:
+def sharding_key(facts: ClassFacts, name: str, layouts: Mapping[str, AxisLayout]) -> str:
     """The axes that shard a value and the dims of its storage that they shard, such as '/dp0/tp2'.
     It is part of the key of a saved tensor.
     """
@@ -117,8 +117,8 @@ def sharding_key(facts: ClassFacts, name: str, layouts: Mapping[str, Layout]) ->
 
 def _fixed_layouts(
     facts: ClassFacts, choices: dict[str, dict[str, AxisChoice]]
-) -> dict[str, dict[str, Layout]]:
-    found: dict[str, dict[str, Layout]] = {}
+) -> dict[str, dict[str, AxisLayout]]:
+    found: dict[str, dict[str, AxisLayout]] = {}
     for node in facts.graph.nodes:
         if (node.op != "output" and node.name in facts.tensors) or node.op == "call_function":
             for k, name in enumerate(result_names(node)):
@@ -133,7 +133,7 @@ def _common(
     facts: ClassFacts,
     setting: Setting,
     choices: AxisChoices,
-    fixed: dict[str, dict[str, Layout]],
+    fixed: dict[str, dict[str, AxisLayout]],
 ) -> dict[str, tuple[int, int]]:
     """Input -> the (segment, output) that makes it, for inputs common to all segments
     (`ClassPlace.common`) that reach each segment in the layout in which they were made.

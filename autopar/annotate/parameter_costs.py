@@ -19,7 +19,7 @@ from autopar.annotate.call_pricer import CallPricer
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import AnnotatedOp, Strategy
-from autopar.ir.sharding import RP, Layout, R, S
+from autopar.ir.sharding import RP, AxisLayout, R, S
 from autopar.ops.values import operand_names, ops
 
 Levels = Sequence[tuple[int, int]]
@@ -41,7 +41,7 @@ class Elements(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TrainedCosts:
     """Costs of `Elements`, trained or frozen, that do not depend on the micro-batch or other ops.
 
     Seconds of one occurrence; `ParameterCosts._costs` decides which occur in each micro-batch:
@@ -83,7 +83,7 @@ class Costs(TypedDict):
     host_bytes: int
 
 
-TrainedByClass = dict[tuple[int, Setting], dict[Elements, Trained]]
+TrainedByClass = dict[tuple[int, Setting], dict[Elements, TrainedCosts]]
 """The costs of trained elements by (class index, reduced setting), then by elements; see
 `_of_trained`.
 """
@@ -160,7 +160,7 @@ class ParameterCosts:
 
     # ------------------------------------------------------------------------------------------------ how they are stored
 
-    def _stored(self, name: str) -> list[Layout]:
+    def _stored(self, name: str) -> list[AxisLayout]:
         """The layouts over tp in which a parameter may be stored; replicated alone if tp is 1."""
         facts, tp = self.local.facts, self.local.pricing.tp
         if tp == 1:
@@ -228,7 +228,7 @@ class ParameterCosts:
     def _strategy(
         self,
         name: str,
-        layout: Layout,
+        layout: AxisLayout,
         setting: Setting,
         costs: CostsOf,
         beside: tuple[float, float],
@@ -263,7 +263,7 @@ class ParameterCosts:
         return Strategy(str(layout), (), (layout,), **found)
 
     def _costs(
-        self, setting: Setting, of: Trained, beside: tuple[float, float], stays: bool
+        self, setting: Setting, of: TrainedCosts, beside: tuple[float, float], stays: bool
     ) -> Costs:
         """Costs of trained elements whose communication overlaps with `beside` seconds of (forward,
         backward) compute. `stays`: backward finds them gathered.
@@ -294,7 +294,7 @@ class ParameterCosts:
             "host_bytes": of.host_bytes,
         }
 
-    def _trained(self, setting: Setting, elements: Elements) -> Trained:
+    def _trained(self, setting: Setting, elements: Elements) -> TrainedCosts:
         mesh, numel, tp = setting.mesh, elements.numel, self.local.pricing.tp
         levels = mesh.levels(elements.copies, setting.shard)
         replicas, recipe = prod(size for size, _ in levels), setting.software.state_recipe
@@ -324,7 +324,7 @@ class ParameterCosts:
         owned = numel if setting.zero == 0 else ceil(numel / replicas)
         update_s, fetch_s = self._update_s(setting, owned)
         doubles, gradients = _copies_bytes(setting, elements, memory.gradients)
-        return Trained(
+        return TrainedCosts(
             gather_s=gather_s,
             reduce_s=reduce_s,
             copies_s=copies_s,
@@ -337,7 +337,7 @@ class ParameterCosts:
             host_bytes=memory.host,
         )
 
-    def _frozen(self, setting: Setting, elements: Elements) -> Trained:
+    def _frozen(self, setting: Setting, elements: Elements) -> TrainedCosts:
         """Costs of frozen elements that ZeRO-3 shares out: they are gathered as trained ones, and
         nothing is reduced or updated.
         """
@@ -353,7 +353,7 @@ class ParameterCosts:
             fetch_s = link_time_s(owned * elements.frozen_bytes, setting.cluster.host)
         # a pipeline gathers once a step, and keeps what it gathered
         stays = whole_bytes if setting.mesh.pp > 1 else 0
-        return Trained(
+        return TrainedCosts(
             gather_s=self._share_s(setting, elements.numel, levels, "all_gather", whole_bytes, 0),
             reduce_s=0.0,
             copies_s=0.0,
@@ -441,7 +441,7 @@ def _copies_bytes(setting: Setting, elements: Elements, gradient: int) -> tuple[
 
 
 def _of_trained(setting: Setting) -> Setting:
-    """The setting reduced to the fields on which `Trained` depends."""
+    """The setting reduced to the fields on which `TrainedCosts` depends."""
     return replace(
         setting,
         micro_batch=1,

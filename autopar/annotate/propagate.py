@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.plan_fields import AxisChoice
-from autopar.ir.sharding import RP, Layout, P, Pattern, R, S, transition
+from autopar.ir.sharding import RP, AxisLayout, P, Pattern, R, S, transition
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import OpDims, has_batch, locate, wanted_of
 from autopar.ops.reach import Marks, Reach
@@ -41,7 +41,7 @@ from autopar.ops.values import (
 )
 from autopar.ops.views import concrete
 
-Choices = dict[str, AxisChoice]
+_Choices = dict[str, AxisChoice]
 
 _WEIGHT = {"identity": 0, "mask": 0, "slice": 0.01, "pad": 0.01, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "all_reduce": 2,
            "reshuffle": 2}  # fmt: skip
@@ -63,12 +63,12 @@ class Propagation:
     def __init__(self, traced: TracedModel, reach: Reach, parts: int) -> None:
         self.traced, self.reach, self.parts = traced, reach, parts
 
-    def run(self) -> list[Choices]:
+    def run(self) -> list[_Choices]:
         """For each class, the choice on this axis of every input, parameter, op and output, by
         name.
         """
-        choices: list[Choices] = [{} for _ in self.traced.classes]
-        produced: dict[tuple[int, int], Layout] = {}
+        choices: list[_Choices] = [{} for _ in self.traced.classes]
+        produced: dict[tuple[int, int], AxisLayout] = {}
         vals = self.traced.graph_inputs
         for number, segment in enumerate(self.traced.segments):
             index = segment.class_index
@@ -84,7 +84,7 @@ class Propagation:
                 produced[number, k] = choices[index][f"output{k}"].inputs[0]
         return choices
 
-    def input_layout(self, val: torch.Tensor | None) -> Layout:
+    def input_layout(self, val: torch.Tensor | None) -> AxisLayout:
         """The layout in which ranks receive a model input. `val` is None if the input is not a
         user's tensor.
         """
@@ -107,10 +107,10 @@ class Propagation:
         """The cost of running the whole op on one rank, in equivalents of elements moved."""
         return 0.0
 
-    def _class(self, index: int, block: BlockClass, given: list[Layout]) -> Choices:
+    def _class(self, index: int, block: BlockClass, given: list[AxisLayout]) -> _Choices:
         graph = block.graph
         tensors, grads = value_tensors(graph), value_grads(graph)
-        layout: dict[str, Layout] = dict(
+        layout: dict[str, AxisLayout] = dict(
             zip((n.name for n in graph.nodes if n.op == "placeholder"), given, strict=True)
         )
         parameters = {n.name for n in graph.nodes if n.op == "get_attr"}
@@ -169,7 +169,7 @@ class BatchPropagation(Propagation):
         super().__init__(traced, reach, parts)
         self.experts = experts
 
-    def input_layout(self, val: torch.Tensor | None) -> Layout:
+    def input_layout(self, val: torch.Tensor | None) -> AxisLayout:
         """Sharded by rows if the input has a batch dim, otherwise replicated."""
         return S(0) if has_batch(val) else R
 
@@ -216,7 +216,7 @@ class ContextPropagation(Propagation):
         self.zigzag, self.marks = context.zigzag, marks
         self.methods = {(index, name): method for index, name, method in context.methods}
 
-    def input_layout(self, val: torch.Tensor | None) -> Layout:
+    def input_layout(self, val: torch.Tensor | None) -> AxisLayout:
         """Replicated: the first op that needs a part slices it."""
         return R
 
@@ -288,7 +288,7 @@ def propagate(
     """The choices on each of dp, ep and cp with more than one rank: for each class, op -> axis ->
     choice. `marks` are the dims that are positions of sequences.
     """
-    axes: dict[str, list[Choices]] = {}
+    axes: dict[str, list[_Choices]] = {}
     if dp > 1:
         axes["dp"] = BatchPropagation(traced, reach, dp).run()
     if ep > 1:
@@ -304,7 +304,7 @@ def propagate(
 
 
 def moved(
-    have: list[Layout], want: tuple[Layout, ...], sizes: Sequence[float], grads: list[bool]
+    have: list[AxisLayout], want: tuple[AxisLayout, ...], sizes: Sequence[float], grads: list[bool]
 ) -> float:
     """The cost of converting operands from `have` to `want`: elements communicated, weighted by
     primitive (all-reduce counts twice). Backward counts where a gradient flows (`grads`).
@@ -318,11 +318,11 @@ def moved(
 
 def _parameter_shards(
     graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]
-) -> dict[str, Layout]:
+) -> dict[str, AxisLayout]:
     """Name -> layout of the parameters that may be stored sharded, because all readers want the
     same shard.
     """
-    wanted: dict[str, set[Layout]] = {}
+    wanted: dict[str, set[AxisLayout]] = {}
     for node in ops(graph):
         for name, want in zip(operand_names(node), chosen[node.name].inputs, strict=True):
             if name in parameters:
@@ -335,8 +335,10 @@ def _parameter_shards(
     }
 
 
-def _written(graph: Graph, layout: dict[str, Layout], chosen: dict[str, OpStrategy]) -> Choices:
-    choices: Choices = {}
+def _written(
+    graph: Graph, layout: dict[str, AxisLayout], chosen: dict[str, OpStrategy]
+) -> _Choices:
+    choices: _Choices = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             choices[node.name] = AxisChoice(str(layout[node.name]), (), (layout[node.name],))

@@ -47,7 +47,7 @@ class Rerun:
         return self.values.union(self.gathered.values())
 
 
-NOTHING = Rerun()
+NO_RERUN = Rerun()
 
 
 def rerun_of(

@@ -19,15 +19,15 @@ from autopar.annotate.kernels import LocalAttention, Shape, kernels_of
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
 from autopar.ir.mesh import BATCH_AXES
-from autopar.ir.sharding import COLLECTIVES, Layout, S, transition
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, AxisLayout, S, transition
 from autopar.ops.dims import Call, OpDims, at_batch
 from autopar.ops.random import drops
 
-PARTS = ("slice", "pad")
+PARTS_OF_VALUES = ("slice", "pad")
 """Local primitives that touch only one rank's part of a value; the others touch the whole value."""
 
 
-Conversions = dict[tuple[Layout, Layout], Conversion]
+Conversions = dict[tuple[AxisLayout, AxisLayout], Conversion]
 """The price of each layout change, by (from, to)."""
 
 
@@ -43,7 +43,7 @@ class Pricing:
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
         self._sizes: dict[tuple, int] = {}
-        self._conversions: dict[tuple[int, bool, Layout, Layout], Conversion] = {}
+        self._conversions: dict[tuple[int, bool, AxisLayout, AxisLayout], Conversion] = {}
 
     def number(self, size: int | torch.SymInt) -> int:
         """A symbolic size as a number, for the rows of one micro-batch over all data-parallel
@@ -51,7 +51,7 @@ class Pricing:
         """
         return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
-    def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
+    def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, AxisLayout]) -> int:
         """Bytes of a value on one rank, sharded as its `layouts` over dp, ep and cp say, before tp
         divides them.
         """
@@ -67,7 +67,7 @@ class Pricing:
             self._sizes[key] = total
         return self._sizes[key]
 
-    def local_shape(self, shape: Shape, layouts: dict[str, Layout]) -> Shape:
+    def local_shape(self, shape: Shape, layouts: dict[str, AxisLayout]) -> Shape:
         """The shape of a tensor's largest shard; `layouts` has its layout on each axis. `shape` is
         over all ranks.
         """
@@ -151,7 +151,7 @@ class Pricing:
             else tensor.dtype.itemsize
         )
 
-    def sharded(self, size_bytes: int, layout: Layout) -> int:
+    def sharded(self, size_bytes: int, layout: AxisLayout) -> int:
         """Bytes of a value of `size_bytes` on one tp rank under a layout over tp."""
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
@@ -164,14 +164,14 @@ class Pricing:
         key = primitive, size_bytes, axis
         if key not in self._moves:
             ranks = self.setting.mesh.size(axis)
-            if primitive in COLLECTIVES:
+            if primitive in COLLECTIVE_PRIMITIVES:
                 name = "all_gather" if primitive == "reshuffle" else primitive
                 self._moves[key] = collective_time_s(
                     name, size_bytes, ranks, self.setting.mesh.stride(axis), self.topology
                 )
             else:
                 self._moves[key] = memory_time_s(
-                    2 * size_bytes // (ranks if primitive in PARTS else 1), self.device
+                    2 * size_bytes // (ranks if primitive in PARTS_OF_VALUES else 1), self.device
                 )
         return self._moves[key]
 
@@ -202,7 +202,7 @@ class Pricing:
         return Conversion(local[0] + sent[0], local[1] + sent[1], *sent)
 
     def conversions(
-        self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
+        self, size_bytes: int, have: set[AxisLayout], want: set[AxisLayout], grad: bool
     ) -> Conversions:
         """Prices of all layout changes over tp from a layout of `have` to another of `want`, by
         (from, to). Without `grad`, backward costs nothing.
@@ -214,7 +214,9 @@ class Pricing:
             if src is not dst
         }
 
-    def _conversion(self, size_bytes: int, grad: bool, src: Layout, dst: Layout) -> Conversion:
+    def _conversion(
+        self, size_bytes: int, grad: bool, src: AxisLayout, dst: AxisLayout
+    ) -> Conversion:
         key = size_bytes, grad, src, dst
         if key not in self._conversions:
             forward, backward = transition(src, dst)
@@ -223,7 +225,7 @@ class Pricing:
                 self.move_s(backward, size_bytes) if grad else 0.0,
             )
             moves = (
-                s if name in COLLECTIVES else 0.0
+                s if name in COLLECTIVE_PRIMITIVES else 0.0
                 for name, s in zip((forward, backward), seconds, strict=True)
             )
             self._conversions[key] = Conversion(*seconds, *moves)

@@ -18,7 +18,7 @@ from autopar.calibrate.measure import (
     CPU_EFFORT,
     CUDA_EFFORT,
     Effort,
-    Kernels,
+    KernelMeasurements,
     Points,
     measure_kernels,
     measure_messages,
@@ -30,7 +30,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.ranks.launch import WorkerPool
 
 CPU_PROCESSES = 4
-TIMEOUT_S = 1800.0  # of one part, on a busy machine
+_TIMEOUT_S = 1800.0  # of one part, on a busy machine
 
 
 def calibrate(
@@ -69,32 +69,38 @@ def calibrate(
     with WorkerPool(nproc, "spawn" if device_type == "cuda" else None) as pool:
         progress(f"measuring kernels on {nproc} {device_type} device(s)")
         kernels = pool.run(
-            measure_kernels, device_type, effort, count_operations(device_type), timeout_s=TIMEOUT_S
+            measure_kernels,
+            device_type,
+            effort,
+            count_operations(device_type),
+            timeout_s=_TIMEOUT_S,
         )
         transfers: dict[str, dict[int, list[Points]]] = {}
         for size in (size for size in range(2, nproc + 1) if nproc % size == 0):
             progress(f"measuring collectives in groups of {size}")
             for found in pool.run(
-                measure_transfers, nproc, size, device_type, effort, timeout_s=TIMEOUT_S
+                measure_transfers, nproc, size, device_type, effort, timeout_s=_TIMEOUT_S
             ):
                 for name, points in found.items():
                     transfers.setdefault(name, {}).setdefault(size, []).append(points)
         if nproc > 1:
             progress("measuring messages")
-            pairs = pool.run(measure_messages, nproc, device_type, effort, timeout_s=TIMEOUT_S)
+            pairs = pool.run(measure_messages, nproc, device_type, effort, timeout_s=_TIMEOUT_S)
             transfers["point_to_point"] = {2: pairs[: nproc // 2 * 2]}
-    return assemble(device_type, kernels, transfers)
+    return assembled_cluster(device_type, kernels, transfers)
 
 
-def assemble(
-    device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]
+def assembled_cluster(
+    device_type: str,
+    kernels: Sequence[KernelMeasurements],
+    transfers: dict[str, dict[int, list[Points]]],
 ) -> ClusterSpec:
     """The cluster of one node that consists of these ranks; `kernels` has the measurements of each.
     `transfers` is name of a transfer -> group size -> the points of each rank. It is empty for one
     rank.
     """
     first, nproc, cpu = kernels[0], len(kernels), device_type == "cpu"
-    memory = merged([found.memory for found in kernels])
+    memory = merged_curve([found.memory for found in kernels])
     operation_s = statistics.median(found.operation_s for found in kernels)
     # on CPU an operation waits for itself
     launch_s = max(operation_s, memory[0][1]) if cpu else memory[0][1]
@@ -107,7 +113,7 @@ def assemble(
         return tuple((size, max(seconds - least_s, 0.0) + launch_s) for size, seconds in points)
 
     matmuls = {
-        dtype: in_a_step(merged([found.matmuls[dtype] for found in kernels]))
+        dtype: in_a_step(merged_curve([found.matmuls[dtype] for found in kernels]))
         for dtype in first.matmuls
     }
     source = f"measured by autopar calibrate on {nproc} {'CPU processes' if cpu else first.name} at once, torch {torch.__version__}"
@@ -128,7 +134,7 @@ def assemble(
         dispatch_s=None if cpu else operation_s,
     )
     curves = {
-        name: {size: merged(points) for size, points in by_size.items()}
+        name: {size: merged_curve(points) for size, points in by_size.items()}
         for name, by_size in transfers.items()
     }
     intra = replace(ETHERNET, source="one device: no link")
@@ -153,7 +159,7 @@ def assemble(
     )
 
 
-def merged(ranks: Sequence[Points]) -> Curve:
+def merged_curve(ranks: Sequence[Points]) -> Curve:
     """One curve of (size, seconds) from the points of several ranks, which have the same sizes: the
     median at each size.
 

@@ -31,24 +31,24 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.collectives.primitives import apply_primitive
 
-DTYPES = {
+_DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-MOST = 200  # repetitions between two readings of the clock, and kernels in a device's queue, which holds about 1000
+_MOST = 200  # repetitions between two readings of the clock, and kernels in a device's queue, which holds about 1000
 
 # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
 BLOCKERS = 16
-WORK = 4  # products before a collective: milliseconds
+_WORK = 4  # products before a collective: milliseconds
 LEAST_S = 1e-6  # of a transfer that noise hides
 IN_A_ROW = 16  # operations
 # of operands that take turns, and of results that stay as long: more than a cache holds
 POOL_BYTES = 2**26
 POOL_TENSORS = 256  # at most
-ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
+_ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
 Points = list[tuple[float, float]]
 Work = Callable[[], object]
 Sized = tuple[float, Work]
@@ -79,12 +79,12 @@ CPU_EFFORT = Effort(
 )  # fmt: skip
 CUDA_EFFORT = Effort(
     sides=(32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), tensors=tuple(4**k for k in range(1, 15)),
-    messages=tuple(4**k for k in range(3, 15)), dtypes=tuple(DTYPES),
+    messages=tuple(4**k for k in range(3, 15)), dtypes=tuple(_DTYPES),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelMeasurements:
     """Measurements of one rank's device.
 
     Attributes:
@@ -104,7 +104,9 @@ class Kernels:
     operation_s: float
 
 
-def measure_kernels(rank: int, device_type: str, effort: Effort, operations: float) -> Kernels:
+def measure_kernels(
+    rank: int, device_type: str, effort: Effort, operations: float
+) -> KernelMeasurements:
     """The measured kernels of this rank's device, and the host's time for one operation. All ranks
     of the (gloo) world must call it at once. `operations` is the number of operations that plans
     count in one layer of each small model.
@@ -114,7 +116,7 @@ def measure_kernels(rank: int, device_type: str, effort: Effort, operations: flo
     memory = _memory_curve(clock)
     matmuls = {dtype: points for dtype in effort.dtypes if (points := _matmul_curve(clock, dtype))}
     operation_s = layers_s(clock.host_s, 2 * effort.rounds, device) / operations
-    return Kernels(*_identity(device), matmuls, memory, operation_s)
+    return KernelMeasurements(*_identity(device), matmuls, memory, operation_s)
 
 
 def measure_transfers(
@@ -220,7 +222,7 @@ class _Clock:
         affect one point alone. A point is the median of its rounds.
         """
         queued = max(operations for *_, operations in works)
-        most = MOST // queued if ahead and self.device.type == "cuda" else MOST
+        most = _MOST // queued if ahead and self.device.type == "cuda" else _MOST
         plan = [
             (*work, max(1, min(most, int(self.effort.point_s / self.slowest_s(work[1])))))
             for work in works
@@ -274,7 +276,7 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
     try:
         works = []
         for side in clock.effort.sides:
-            make = partial(torch.rand, side, side, device=clock.device, dtype=DTYPES[dtype])
+            make = partial(torch.rand, side, side, device=clock.device, dtype=_DTYPES[dtype])
             once_s = clock.slowest_s(_in_turn(torch.mm, make, 1))
             length = max(1, min(IN_A_ROW, int(clock.effort.point_s / once_s)))
             works.append((2.0 * side**3, _in_turn(torch.mm, make, length), length))
@@ -320,12 +322,12 @@ def _collective(name: str, size_bytes: int, group: AxisGroup, device: torch.devi
     with dims that the group size divides.
     """
     if name == "all_to_all":  # from shards of the second dim to shards of the third
-        side = max(round((size_bytes / (4 * ROWS)) ** 0.5 / group.size), 1) * group.size
-        shard = torch.ones(ROWS, side // group.size, side, device=device)
+        side = max(round((size_bytes / (4 * _ROWS)) ** 0.5 / group.size), 1) * group.size
+        shard = torch.ones(_ROWS, side // group.size, side, device=device)
         sides = Split(1, side), Split(2, side)
         return shard.nbytes * group.size, lambda: apply_primitive(name, shard, group, *sides)
-    columns = max(size_bytes // (4 * ROWS * group.size), 1) * group.size
-    whole, split = torch.ones(ROWS, columns, 1, device=device), Split(1, columns)
+    columns = max(size_bytes // (4 * _ROWS * group.size), 1) * group.size
+    whole, split = torch.ones(_ROWS, columns, 1, device=device), Split(1, columns)
     have = split if name == "all_gather" else None
     want = split if name == "reduce_scatter" else None
     tensor = whole[:, : columns // group.size].contiguous() if have else whole
@@ -338,7 +340,7 @@ def _transfer_curve(clock: _Clock, prepare: Callable[[int], Sized]) -> Points:
     x = torch.ones(side, side, device=clock.device)
 
     def compute() -> None:
-        for _ in range(WORK):
+        for _ in range(_WORK):
             torch.mm(x, x)
 
     def between(transfer: Work) -> Work:

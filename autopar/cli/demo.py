@@ -23,7 +23,7 @@ from autopar.models import ModelSpec, parse_model
 from autopar.runtime.ranks.launch import run_workers
 from autopar.text.layout_words import describe, interesting
 from autopar.text.tables import grid
-from autopar.verify.verify import TOLERANCE, compare
+from autopar.verify.verify import TOLERANCES, compare_training
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -63,7 +63,7 @@ class TrainResult:
         """The largest relative error that counts as rounding, for losses and parameters: the fp32
         tolerance of `verify`.
         """
-        return TOLERANCE["fp32"][0]
+        return TOLERANCES["fp32"][0]
 
     @property
     def agrees(self) -> bool:
@@ -124,7 +124,7 @@ def train_both(
     tell(f"training {model} on {nproc} processes: {plan.mesh}")
     ranks = run_workers(_rank, nproc, (spec, plan.to_json(), batches))
     end = time.perf_counter()
-    errors = [compare(before, after, state, "fp32") for _, state in ranks]
+    errors = [compare_training(before, after, state, "fp32") for _, state in ranks]
     worst, tensor = max(errors, key=lambda error: error[0])
     return TrainResult(
         plan=plan,

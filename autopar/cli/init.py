@@ -10,7 +10,7 @@ from autopar.cli import options
 from autopar.errors import AutoparError
 from autopar.files import made_folder, write_text
 
-SCRIPT, CLUSTER_FILE = "train.py", "cluster.yaml"
+_SCRIPT, _CLUSTER_FILE = "train.py", "cluster.yaml"
 _TRAIN = Template('''\
 """Trains $model under a plan of autopar, as `autopar init` wrote it.
 
@@ -54,7 +54,7 @@ def main():
     if args.plan:
         model, batch = spec.build("meta"), spec.example_inputs(2, args.seq)
         plan = autopar.plan(model, args.cluster, batch, global_batch=args.batch, runnable=True)
-        print(autopar.explain(plan, cluster=args.cluster))
+        print(autopar.explain(plan))
         return
     data = Rows(spec, args.seq)
     engine = autopar.parallelize(
@@ -83,12 +83,10 @@ if __name__ == "__main__":
 @click.command(cls=options.Command)
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
-@click.option(
-    "--global-batch",
-    type=options.POSITIVE,
-    help="Sequences per step over all devices (default: 8 for each device).",
+@options.option(
+    "global_batch", help="Sequences per step over all devices (default: 8 for each device)."
 )
-@options.seq
+@options.option("seq")
 @click.option(
     "--dir",
     "directory",
@@ -125,7 +123,7 @@ def init(
         seq=seq or spec.max_seq or 512,
     )
     folder = made_folder(directory)
-    files = {folder / SCRIPT: text, folder / CLUSTER_FILE: at.to_yaml()}
+    files = {folder / _SCRIPT: text, folder / _CLUSTER_FILE: at.to_yaml()}
     if there := [str(path) for path in files if path.exists() and not force]:
         raise AutoparError(
             f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} there already; give --force to replace, or another --dir"
@@ -133,4 +131,4 @@ def init(
     for path, content in files.items():
         write_text(path, content, "file")
     click.echo(f"Written: {', '.join(map(str, files))}")
-    click.echo(f"Next: python {folder / SCRIPT} --plan")
+    click.echo(f"Next: python {folder / _SCRIPT} --plan")

@@ -15,19 +15,17 @@ from autopar.ir.deadline import Deadline
 if TYPE_CHECKING:
     from autopar.targets.job import Exported
 
-NO_VERDICT = 3
+_NO_VERDICT = 3
 """The exit code of `check` if no verdict can be given."""
 FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
 ARGUMENTS = click.argument("args", nargs=-1, metavar="[-- ARGS...]")
-MICRO_BATCH = click.option(
+GLOBAL_BATCH = options.option(
+    "global_batch", help="Sequences per step, if the file does not say them."
+)
+_MICRO_BATCH = click.option(
     "--micro-batch",
     type=options.POSITIVE,
     help="Sequences of a micro-batch, if the file does not say them.",
-)
-GLOBAL_BATCH = click.option(
-    "--global-batch",
-    type=options.POSITIVE,
-    help="Sequences per step, if the file does not say them.",
 )
 
 
@@ -43,10 +41,8 @@ GLOBAL_BATCH = click.option(
 @click.option(
     "--model", type=options.MODEL, help="A MODEL, if the file does not say its dimensions."
 )
-@click.option(
-    "--seq", type=options.POSITIVE, help="Tokens per sequence, if the file does not say them."
-)
-@MICRO_BATCH
+@options.option("seq", help="Tokens per sequence, if the file does not say them.")
+@_MICRO_BATCH
 @GLOBAL_BATCH
 @click.option(
     "--measured",
@@ -54,7 +50,7 @@ GLOBAL_BATCH = click.option(
     help="A measured step, its rate ('2400 tokens/s/gpu'), or the log of the framework.",
 )
 @FRAMEWORK
-@options.limit
+@options.option("time_limit_s")
 @page_options
 @options.as_json
 @click.pass_context
@@ -69,7 +65,7 @@ def check(
     global_batch: int | None,
     measured: str | None,
     framework: str | None,
-    time_limit: float,
+    time_limit_s: float,
     as_json: bool,
     **pictures: Any,
 ) -> None:
@@ -81,11 +77,11 @@ def check(
     is started with.
     \u000c
     `file` is its path, `args` are texts, `cluster` and `model` are texts, `seq` tokens, batches sequences, `measured`
-    a text such as '8.1s' or the path of a log, `time_limit` seconds. `as_json`: prints JSON instead of tables.
+    a text such as '8.1s' or the path of a log, `time_limit_s` seconds. `as_json`: prints JSON instead of tables.
     `pictures` has the arguments of `Pictures`.
     """
     drawn, page = Pictures.taken_from(pictures), None
-    deadline = Deadline.after(time_limit)  # imports count
+    deadline = Deadline.after(time_limit_s)  # imports count
     with progress("reading") as tell:
         from autopar.jobs.check import check_job
         from autopar.jobs.measured import measured_step_s
@@ -112,13 +108,13 @@ def check(
     if page is not None:
         drawn.write(page)
     ctx.exit(
-        1 if answer.refused or answer.fits is False else NO_VERDICT if answer.fits is None else 0
+        1 if answer.refused or answer.fits is False else _NO_VERDICT if answer.fits is None else 0
     )
 
 
-@click.command(cls=options.Command)
+@click.command("export", cls=options.Command)
 @click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
-@click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
+@click.option("--to", "target", help="megatron, accelerate, ... (default: the plan's --target).")
 @click.option(
     "--model",
     type=options.MODEL,
@@ -131,14 +127,19 @@ def check(
     help="Read the text with the framework's own parser, and compare; exit code 1 if it reads another layout.",
 )
 @click.pass_context
-def export(
-    ctx: click.Context, plan: str, target: str, model: str | None, output: str | None, verify: bool
+def export_command(
+    ctx: click.Context,
+    plan: str,
+    target: str | None,
+    model: str | None,
+    output: str | None,
+    verify: bool,
 ) -> None:
     """Write a saved plan as arguments or configuration of another framework, or say what it cannot
     express.
     \u000c
-    `plan` is the path of a plan file, `target` the name of the framework, `model` a MODEL text and
-    `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
+    `plan` is the path of a plan file. `target` is the name of the framework (None: that of the plan),
+    `model` a MODEL text and `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
     """
     from autopar.ir.plan import Plan
     from autopar.jobs.export import exported_job
@@ -155,15 +156,15 @@ def export(
     ctx.exit(1 if wrong else 0)
 
 
-@click.command(cls=options.Command)
+@click.command("convert", cls=options.Command)
 @click.argument("file", type=click.Path(dir_okay=False))
 @ARGUMENTS
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
 @FRAMEWORK
-@MICRO_BATCH
+@_MICRO_BATCH
 @GLOBAL_BATCH
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
-def convert(
+def convert_command(
     file: str,
     args: tuple[str, ...],
     target: str,
@@ -204,5 +205,5 @@ def _print(written: Exported, output: str | None) -> None:
         click.echo(line, err=True)
 
 
-COMMANDS = (check, export, convert)
+COMMANDS = (check, export_command, convert_command)
 """The commands of this file."""

@@ -42,9 +42,9 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
     _print(as_json, lambda: models_data(words), lambda: models_table(words))
 
 
-@click.command(cls=options.Command)
+@click.command("devices", cls=options.Command)
 @_listing
-def devices(words: tuple[str, ...], as_json: bool) -> None:
+def devices_command(words: tuple[str, ...], as_json: bool) -> None:
     """List the devices of the catalogue, with figures and source; only those whose names have
     every WORD.
     \u000c

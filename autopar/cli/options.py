@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import ceil
 from typing import Any
 
 import click
-from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory_error import headroom_for
+from click.shell_completion import CompletionItem
 
 from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
 from autopar.ir.cluster import ClusterSpec, reading_note
-from autopar.ir.mesh import MOST
-from autopar.ir.plan_checks import PRECISIONS
+from autopar.ir.mesh import MOST_DEVICES
 from autopar.models.names import model_note
-from autopar.request.pins import parse_pins
-from autopar.request.software import NAMED, Software
+from autopar.request.options import OPTIONS, PARTS, Option
+from autopar.request.pins import PINS, parse_pins
+from autopar.request.software import Software
 
 
 class Command(click.Command):
@@ -62,8 +61,8 @@ class Command(click.Command):
             formatter.write_dl(sorted(codes.items(), key=lambda code: int(code[0])))
 
 
-class Numbers(click.ParamType):
-    """A click parameter type: numbers of type `kind` above 0 and up to `MOST`, separated by commas.
+class NumberList(click.ParamType):
+    """A click parameter type: numbers of type `kind` above 0 and up to `MOST_DEVICES`, separated by commas.
     Duplicates count once.
     """
 
@@ -84,7 +83,7 @@ class Numbers(click.ParamType):
             numbers = tuple(dict.fromkeys(self.kind(item) for item in value.split(",")))
         except ValueError:
             numbers = ()
-        if not numbers or not all(0 < number <= MOST for number in numbers):
+        if not numbers or not all(0 < number <= MOST_DEVICES for number in numbers):
             whole = "whole " if self.kind is int else ""
             self.fail(
                 f"{shown(value)} is not a list of positive {whole}numbers such as 64,128,256",
@@ -94,7 +93,7 @@ class Numbers(click.ParamType):
         return numbers
 
 
-class _Named(click.ParamType):
+class _Noted(click.ParamType):
     """A parameter type: a text that names something. `note(text)` says what it is taken as, if that is
     another text. The note is printed to stderr.
     """
@@ -111,10 +110,10 @@ class _Named(click.ParamType):
         return value
 
 
-MODEL, CLUSTER = _Named("MODEL", model_note), _Named("CLUSTER", reading_note)
+MODEL, CLUSTER = _Noted("MODEL", model_note), _Noted("CLUSTER", reading_note)
 
 
-POSITIVE = click.IntRange(min=1, max=MOST)
+POSITIVE = click.IntRange(min=1, max=MOST_DEVICES)
 
 
 class _Positive(click.FloatRange):
@@ -132,53 +131,46 @@ POSITIVE_REAL = _Positive(min=0, min_open=True)
 PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
-batch = click.option(
-    "--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices."
-)
-seq = click.option(
-    "--seq", type=POSITIVE, help="Tokens per sequence (default: what the model was designed for)."
-)
-precision = click.option(
-    "--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs."
-)
-limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
-                     help="Seconds for the whole command; what follows the capture of the model has at least half of them.")  # fmt: skip
-micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
-                                help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
-target = click.option("--target", metavar="megatron|...",
-                      help="Only what another framework can run, for autopar export.")  # fmt: skip
-runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 
 
-headroom = click.option("--headroom", metavar="FRACTION|GiB",
-                        help="Memory of a device to keep free, 0.1 or 8GiB (default: 16.5 % on GPUs, by --fit).")  # fmt: skip
-fit = click.option("--fit", metavar="CHANCE", type=click.FloatRange(0.5, 1, max_open=True),
-                   help="Least chance to fit, 0.99: the headroom that it takes (default: 0.95 on GPUs).")  # fmt: skip
-tolerance = click.option("--tolerance", type=click.FloatRange(min=0, max=1, max_open=True), default=0.02, show_default=True,
-                         help="Fraction by which a simpler plan may take longer than the fastest.")  # fmt: skip
+class _Named(click.ParamType):
+    """A parameter type: a text, completed to one of the known `names`."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.name, self.names = "text", names
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The names that begin so."""
+        return [CompletionItem(name) for name in self.names if name.startswith(incomplete)]
 
 
-_FLAGS = {
-    "compiled": "--compile",
-    "fp8_scaling": "--fp8",
-    "attention_kernel": "--attention-kernel",
-    "loss_kernel": "--loss-kernel",
-    "state_recipe": "--state-recipe",
-}
-"""The names of the options for parts of the software, by field of `Software`."""
-_SOFTWARE = {
-    "software": click.option("--software", metavar="NAME", help="How this framework runs the plan: torchtitan, megatron-core, nemo, "
-                             "deepspeed, nanotron, transformers and others (default: autopar)."),
-    "compiled": click.option(_FLAGS["compiled"], "compiled", is_flag=True, help="Predict for torch.compile."),
-    "fp8_scaling": click.option(_FLAGS["fp8_scaling"], "fp8_scaling", type=click.Choice(list(SCALINGS)),
-                                help="Linear layers multiply in fp8, scaled by this recipe."),
-    "attention_kernel": click.option(_FLAGS["attention_kernel"], type=click.Choice(NAMED["attention_kernel"]),
-                                     help="Default: the fastest that was measured on the device."),
-    "loss_kernel": click.option(_FLAGS["loss_kernel"], type=click.Choice(NAMED["loss_kernel"]), help="Of the cross-entropy."),
-    "state_recipe": click.option(_FLAGS["state_recipe"], type=click.Choice(NAMED["state_recipe"]),
-                                 help="Precisions of gradients and optimizer state (default: fp32)."),
-}  # fmt: skip
-"""Options for the software: a framework, and its parts."""
+def _settings(row: Option) -> dict[str, Any]:
+    """What click knows of the values of an option."""
+    if row.kind == "switch":
+        return {"is_flag": True}
+    kinds: dict[str, Any] = {
+        "count": POSITIVE,
+        "number": POSITIVE_REAL,
+        "share": click.FloatRange(0, 1, max_open=True),
+        "chance": click.FloatRange(0.5, 1, max_open=True),
+        "choice": click.Choice(row.names),
+        "name": _Named(row.names),
+        "pins": _Named([f"{name}=" for name in PINS]),
+    }
+    found = {"type": kinds.get(row.kind), "metavar": row.metavar}
+    if row.kind == "pins":
+        return found | {"default": ""}
+    return found if row.default is None else found | {"default": row.default, "show_default": True}
+
+
+def option(name: str, **changes: Any) -> Callable[[Callable], Callable]:
+    """A decorator that adds the option of a request with this name; `changes` replace settings of
+    click, such as its help.
+    """
+    row = (OPTIONS | PARTS)[name]
+    return click.option(row.flag, row.name, **{"help": row.help, **_settings(row), **changes})
 
 
 def together(*options: Callable) -> Callable[[Callable], Callable]:
@@ -192,38 +184,38 @@ def together(*options: Callable) -> Callable[[Callable], Callable]:
     return added
 
 
-def search(command: Callable) -> Callable:
-    """A decorator that adds the options of every command that searches for plans: what stays free
-    (headroom or a least chance to fit), tolerance, precision, and what limits the search. It adds
-    those of the software too. The command gets that as the argument `software`, the name of its
+_SEARCH = ("precision", "headroom", "fit", "tolerance", "time_limit_s", "runnable", "allow_micro_batch_mean", "software")  # fmt: skip
+"""The options of every command that searches for plans, in the order of its help."""
+
+
+def search_options(command: Callable) -> Callable:
+    """A decorator that adds the options of every command that searches for plans: `_SEARCH`, and
+    parts of the software. The command gets the software as the argument `software`, the name of its
     framework as `framework`, and what stays free as `headroom`.
     """
 
     @wraps(command)
     def with_software(*args: Any, **given: Any) -> Any:
-        parts = {name: given.pop(name) for name in _SOFTWARE}
-        given["headroom"] = _headroom(given["headroom"], given.pop("fit"))
-        name = parts.pop("software")
-        software = software_from(parts)
-        within = given.get("target")
-        if name is not None or within is not None:
-            at, pin, precision = (given.get(key) for key in ("cluster", "pin", "precision"))
-            software = software_like(name, software, at, parse_pins(pin or ""), precision, within)
+        parts = {name: given.pop(name) for name in PARTS}
+        _check_excluded(given)
+        if (fit := given.pop("fit")) is not None:  # upwards: the chance is at least that asked
+            given["headroom"] = f"{ceil(1e4 * headroom_for(fit)) / 1e4:.4f}"
+        name = given.pop("software")
+        at, pin, *within = (given.get(key) for key in ("cluster", "pin", "precision", "target"))
+        software = _like(name, software_from(parts), at, parse_pins(pin or ""), *within)
         return command(*args, **given, software=software, framework=name)
 
-    others = (micro_batch_mean, runnable, limit, tolerance, fit, headroom, precision)
-    return together(*_SOFTWARE.values(), *others)(with_software)
+    return together(*map(option, reversed((*_SEARCH, *PARTS))))(with_software)
 
 
-def _headroom(headroom: str | None, fit: float | None) -> str | None:
-    """The headroom asked for, by itself or by a least chance to fit."""
-    if fit is None:
-        return headroom
-    if headroom is not None:
-        raise click.UsageError("--headroom and --fit both say what stays free: give one of them")
-    return (
-        f"{ceil(1e4 * headroom_for(fit)) / 1e4:.4f}"  # upwards: the chance is at least that asked
-    )
+def _check_excluded(given: Mapping[str, Any]) -> None:
+    """Raises a usage error if an option is given beside one that it excludes."""
+    for row in OPTIONS.values():
+        for other in row.excludes:
+            if given.get(row.name) is not None and given.get(other) is not None:
+                raise click.UsageError(
+                    f"{row.flag} and {OPTIONS[other].flag} both say what stays free: give one of them"
+                )
 
 
 def software_from(parts: Mapping[str, Any]) -> Software:
@@ -234,41 +226,13 @@ def software_from(parts: Mapping[str, Any]) -> Software:
     return Software(**fields, matmul_dtype="fp8" if "fp8_scaling" in fields else None)
 
 
-def software_like(
-    name: str | None,
-    parts: Software,
-    cluster: str | None,
-    pins: Mapping[str, Any],
-    precision: str | None,
-    target: str | None = None,
-) -> Software:
-    """The software of the framework `name`, by default that of the target, with the parts that
-    `parts` has besides the defaults. Pins of tp, pp, dp and zero, the precision and fp8 count as
-    facts of its job. The precision is by default that of the cluster. The devices of the cluster
-    decide its kernel of attention.
+def _like(name: str | None, parts: Software, cluster: str | None, *rest: Any) -> Software:
+    """`software_like` for the text of a cluster, or for None."""
+    if name is None and rest[-1] is None:
+        return parts
+    from autopar.targets.asked_software import software_like
 
-    Raises AutoparError for an unknown framework, target or cluster.
-    """
-    from autopar.request.frameworks import RECIPES, software_as_pinned
-    from autopar.request.plan_request import choose_precision
-    from autopar.targets.registry import target_of
-
-    facts = {key: pins[key] for key in ("tp", "pp", "dp", "zero") if isinstance(pins.get(key), int)}
-    facts["compiled"] = parts.compiled
-    if parts.matmul_dtype == "fp8":
-        recipe = RECIPES.get(parts.fp8_scaling, parts.fp8_scaling)
-        facts |= {"matmul": "fp8", "recipe": recipe}
-    devices = ClusterSpec.parse(cluster) if cluster else None
-    if precision is None and devices is not None:
-        precision = choose_precision(devices)
-    if precision in ("bf16", "fp16", "fp32"):
-        facts["compute"] = precision
-    generation = devices.groups[0].device.generation if devices else ""
-    own = (
-        target_of(target or "").software_for if name is None else partial(software_as_pinned, name)
-    )
-    base = own(generation, **facts)
-    return replace(base, **{k: v for k, v in parts.as_data().items() if k != "fitted"})
+    return software_like(name, parts, ClusterSpec.parse(cluster) if cluster else None, *rest)
 
 
 def software_words(
@@ -285,30 +249,16 @@ def software_words(
     from autopar.request.framework_names import FRAMEWORKS
 
     default, in_fp8 = Software(), software.matmul_dtype == "fp8"
-    own = {name: getattr(software, name) for name in _SOFTWARE if name != "software"}
+    own = {name: getattr(software, name) for name in PARTS}
     own = {name: value for name, value in own.items() if value != getattr(default, name)}
     own |= {"fp8_scaling": software.fp8_scaling} if in_fp8 else {}
     few = {name: value for name, value in own.items() if name in ("compiled", "fp8_scaling")}
     for parts in (few, own):
         for name in dict.fromkeys((framework, None, *FRAMEWORKS)):
-            found = software_from(parts)
-            if name is not None or target is not None:
-                found = software_like(name, found, cluster, pins, precision, target)
+            found = _like(name, software_from(parts), cluster, pins, precision, target)
             if found == software:
                 words = [f"--software {name}"] if name else []
                 for part, value in parts.items():
-                    words.append(_FLAGS[part] + ("" if value is True else f" {value}"))
+                    words.append(PARTS[part].flag + ("" if value is True else f" {value}"))
                 return " ".join(words)
     return None
-
-
-tokens = click.option(
-    "--tokens",
-    type=POSITIVE_REAL,
-    help="Tokens to train on, such as 1.4e12: adds days, GPU-hours and dollars.",
-)
-price = click.option(
-    "--price",
-    type=POSITIVE_REAL,
-    help="Dollars a device and hour (default: what the cluster file says).",
-)

@@ -17,16 +17,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from autopar_cost_models.echo import shortened_message
+from click.core import ParameterSource
 
 from autopar import __version__
 from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
 from autopar.cli.pictures import Pictures, page_options, picture_options
-from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
+from autopar.cli.run_commands import (
+    calibrate_command,
+    completion,
+    demo,
+    predict,
+    trace_diff_command,
+    verify_command,
+)
 from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
-from autopar.cli.trace_diff import trace_diff
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.request.options import OF_REPORTS, OPTIONS, PARTS
 from autopar.request.pins import parse_pins, pins_help
 
 if TYPE_CHECKING:
@@ -95,38 +103,17 @@ it.
 """
 
 
-@cli.command(epilog=PINS_HELP)
+_request = options.together(
+    *map(options.option, reversed(("global_batch", "seq", "pin", "objective", "deadline_s", "tokens_per_s", "price", "tokens", "target")))
+)  # fmt: skip
+"""The options of a request that `options.search_options` does not add."""
+
+
+@cli.command("explain", epilog=PINS_HELP)
 @click.argument("model", type=options.MODEL, required=False)
 @click.argument("cluster", type=options.CLUSTER, required=False)
-@click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
-@options.seq
-@click.option(
-    "--pin",
-    default="",
-    metavar="tp=8,zero=1,...",
-    help="Choices to fix; an unknown one lists all that there are.",
-)
-@click.option(
-    "--objective",
-    default="time",
-    show_default=True,
-    metavar="time|cost|gpus|memory",
-    help="What the plan is to be best at.",
-)
-@click.option(
-    "--deadline",
-    type=options.POSITIVE_REAL,
-    help="Seconds that a step may take, for --objective gpus.",
-)
-@click.option(
-    "--tokens-per-second",
-    type=options.POSITIVE_REAL,
-    help="Throughput to reach, for --objective gpus.",
-)
-@options.price
-@options.tokens
-@options.target
-@options.search
+@_request
+@options.search_options
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option(
     "--plan",
@@ -163,12 +150,12 @@ it.
 @picture_options
 @options.as_json
 @click.pass_context
-def explain(
+def explain_command(
     ctx: click.Context,
     pin: str,
     objective: str,
-    deadline: float | None,
-    tokens_per_second: float | None,
+    deadline_s: float | None,
+    tokens_per_s: float | None,
     save: str | None,
     saved: str | None,
     replays: bool,
@@ -188,18 +175,17 @@ def explain(
     `pin` is a text such as 'tp=8'. `save` is a path to write the plan to. `saved` is the path of
     a plan to explain instead of making one; MODEL, CLUSTER and most options are then refused.
     `replays` and `audits` also check the plan, with exit code 1 if they disagree. `fusions` lists
-    fused ops. `spaces` prices layouts outside of the search space. `deadline` is in seconds.
+    fused ops. `spaces` prices layouts outside of the search space. `deadline_s` is in seconds.
     `tokens`: says what training on that number of tokens takes. `as_json`: prints JSON instead of a
     report. `asked` has the other arguments, as in `Asked`, and those of `Pictures`.
     """
     drawn, detail = Pictures.taken_from(asked), {n: asked.pop(n) for n in ("layers", "verbose")}
-    wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
-    wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
-    wanted["space"] = spaces
-    wanted["objective"] = objective if objective != "time" else None
     if saved is not None:
+        _check_nothing_again(ctx, saved)
         detail |= {"tokens": tokens}
-        _show_fusion(_explain_saved(saved, wanted, as_json, drawn, detail), fusions and not as_json)
+        _show_fusion(
+            _explain_saved(saved, asked["price"], as_json, drawn, detail), fusions and not as_json
+        )
         return
     required = {"MODEL": "model", "CLUSTER": "cluster", "--global-batch": "global_batch"}
     if missing := [name for name, key in required.items() if asked[key] is None]:
@@ -208,7 +194,7 @@ def explain(
     with progress("planning") as tell:
         from autopar.planning.objectives import Goal, choose, most_searches
 
-        goal = Goal(objective, deadline, tokens_per_second)
+        goal = Goal(objective, deadline_s, tokens_per_s)
         planned, by_time = Planner(Asked(**asked), tell), objective == "time"
         planned.expect(
             most_searches(goal, planned.cluster) + bool(by_time and planned.target) + spaces
@@ -253,24 +239,33 @@ def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: 
 _NOT_WITH_A_PLAN = {
     "model": "MODEL",
     "cluster": "CLUSTER",
-    "global_batch": "--global-batch",
-    "seq": "--seq",
-    "pin": "--pin",
     "save": "--save",
-    "objective": "--objective",
-    "deadline": "--deadline",
-    "tokens_per_second": "--tokens-per-second",
-    "target": "--target",
-    "replay": "--replay (autopar replay is for saved plans)",
-    "audit": "--audit (autopar audit is for saved plans)",
-    "space": "--space",
+    "replays": "--replay (autopar replay is for saved plans)",
+    "audits": "--audit (autopar audit is for saved plans)",
+    "spaces": "--space",
 }
-"""Options that may not accompany a saved plan, because the plan records them."""
+"""What may not accompany a saved plan, besides the options of its request."""
+
+
+def _check_nothing_again(ctx: click.Context, path: str) -> None:
+    """Raises AutoparError if the command has options that the saved plan at `path` already decides."""
+    rows = [row for row in (OPTIONS | PARTS).values() if row.name not in OF_REPORTS]
+    decided = _NOT_WITH_A_PLAN | {row.name: row.flag for row in rows}
+    given = [
+        said
+        for name, said in decided.items()
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        and ctx.params.get(name) not in (None, "")
+    ]
+    if given:
+        raise AutoparError(
+            f"explain --plan {path} explains a saved plan, which says what it is for: leave out {', '.join(given)}"
+        )
 
 
 def _show_fusion(plan: Plan, asked: bool) -> None:
     """Prints what of a plan's model is fused, if `asked`; otherwise nothing."""
-    from autopar.explaining.fusion_report import fusion_table
+    from autopar.explaining.plan_report import fusion_table
 
     if asked:
         show(fusion_table(plan.fusion))
@@ -278,19 +273,14 @@ def _show_fusion(plan: Plan, asked: bool) -> None:
 
 def _explain_saved(
     path: str,
-    wanted: Mapping[str, Any],
+    price: float | None,
     as_json: bool,
     drawn: Pictures,
     detail: Mapping[str, Any],
 ) -> Plan:
     """Prints the report on the plan file `path`, in the detail that `plan_table` takes, draws what
-    `drawn` asks for, and returns the plan. Raises AutoparError if options are given (`wanted`) that
-    the plan already decides.
+    `drawn` asks for, and returns the plan. `price` is as for `priced_cluster`.
     """
-    if unused := [name for option, name in _NOT_WITH_A_PLAN.items() if wanted[option]]:
-        raise AutoparError(
-            f"explain --plan {path} explains a saved plan, which says what it is for: leave out {', '.join(unused)}"
-        )
     from autopar.explaining.lints import lint
     from autopar.ir.plan import Plan
     from autopar.report.report import Report
@@ -300,8 +290,8 @@ def _explain_saved(
     if as_json:
         _note_stale(path, plan)
     cluster = named_cluster(plan)
-    if cluster is not None and wanted["price"] is not None:
-        cluster = cluster.with_price(wanted["price"])
+    if cluster is not None and price is not None:
+        cluster = cluster.with_price(price)
     findings = lint(plan, cluster) if cluster is not None else []
     report = Report(plan, cluster, findings=findings)
     _show_plan(report, as_json, detail)
@@ -364,14 +354,13 @@ def _saved_plan(command: Any) -> Any:
     """
     added = options.together(
         options.as_json,
-        options.precision,
-        click.option(
-            "--pin",
-            default="",
+        options.option("precision", help="That of the plan."),
+        options.option(
+            "pin",
             metavar="context_method=...",
             help="What the plan was made under, if its file is of an earlier version.",
         ),
-        options.seq,
+        options.option("seq"),
         click.argument("cluster", type=options.CLUSTER, required=False),
         click.argument("model", type=options.MODEL, required=False),
         click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json"),
@@ -379,9 +368,9 @@ def _saved_plan(command: Any) -> Any:
     return click.pass_context(added(command))
 
 
-@cli.command()
+@cli.command("replay")
 @_saved_plan
-def replay(ctx: click.Context, **asked: Any) -> None:
+def replay_command(ctx: click.Context, **asked: Any) -> None:
     """Simulate a saved plan, priced anew, beside what it predicts.  Exit code 1 if they disagree.
 
     MODEL and CLUSTER are what the plan says, if they are left out.
@@ -391,9 +380,9 @@ def replay(ctx: click.Context, **asked: Any) -> None:
     _check_saved(ctx, "replay", **asked)
 
 
-@cli.command()
+@cli.command("audit")
 @_saved_plan
-def audit(ctx: click.Context, **asked: Any) -> None:
+def audit_command(ctx: click.Context, **asked: Any) -> None:
     """Price every block and edge of a saved plan from scratch.  Exit code 1 if they do not sum to
     its objective.
 
@@ -408,8 +397,10 @@ def _check_saved(
     ctx: click.Context, check: str, plan: str, pin: str, as_json: bool, **asked: Any
 ) -> None:
     from autopar.ir.plan import Plan
+    from autopar.request.arguments import check_again
 
     saved, pins = Plan.load(plan), parse_pins(pin)
+    check_again(saved, "pins", pins or None, saved.made_for.pins)
     _note_stale(plan, saved)
     with progress(f"{check}ing") as tell:
         planned = Planner(asked_of(saved, **asked), tell)
@@ -424,20 +415,22 @@ def _check_saved(
 @cli.command("why-not", epilog=PINS_HELP)
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
-@options.batch
-@options.seq
-@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="The choice to ask about.")
+@options.option("global_batch", required=True)
+@options.option("seq")
+@options.option("pin", help="The choice to ask about.")
 @click.option(
     "--plan",
     "saved",
     type=click.Path(dir_okay=False),
     help="What was chosen (default: planned now).",
 )
-@options.search
+@options.search_options
 @page_options
 @options.as_json
 @click.pass_context
-def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any) -> None:
+def why_not_command(
+    ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any
+) -> None:
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if
     it is impossible or does not fit.
     \u000c
@@ -469,11 +462,11 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
     ctx.exit(0 if answer.pinned is not None else 1)
 
 
-@cli.command()
+@cli.command("compare")
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
-@options.batch
-@options.seq
+@options.option("global_batch", required=True)
+@options.option("seq")
 @click.option(
     "--pin",
     "pins",
@@ -488,11 +481,13 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
     type=click.Path(dir_okay=False),
     help="A saved plan to compare.",
 )
-@options.price
-@options.search
+@options.option("price")
+@options.search_options
 @page_options
 @options.as_json
-def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
+def compare_command(
+    pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any
+) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved
     ones.  Without --pin and --plan: the best plan of each family of layouts.
     \u000c
@@ -521,38 +516,28 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
         drawn.write(compare_page(entries, planned.cluster))
 
 
-@cli.command()
+@cli.command("sweep")
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
 @click.option(
     "--gpus",
-    type=options.Numbers(int),
+    type=options.NumberList(int),
     default=(),
     help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.",
 )
-@click.option(
-    "--seq",
-    type=options.Numbers(int),
-    default=(),
-    help="Tokens per sequence (default: what the model was designed for).",
-)
-@click.option(
-    "--global-batch",
-    type=options.Numbers(int),
-    required=True,
-    help="Sequences per step over all devices.",
-)
+@options.option("seq", type=options.NumberList(int), default=())
+@options.option("global_batch", type=options.NumberList(int), required=True)
 @click.option(
     "--inter-bandwidth",
-    type=options.Numbers(float),
+    type=options.NumberList(float),
     default=(),
     help="GB/s of line rate between nodes, per GPU and direction.",
 )
-@options.price
-@options.search
+@options.option("price")
+@options.search_options
 @page_options
 @options.as_json
-def sweep(
+def sweep_command(
     gpus: tuple[int, ...],
     seq: tuple[int, ...],
     global_batch: tuple[int, ...],
@@ -592,9 +577,9 @@ def sweep(
 @cli.command()
 @click.argument("model", type=options.MODEL)
 @click.argument("cluster", type=options.CLUSTER)
-@options.batch
-@options.seq
-@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix, in every plan.")
+@options.option("global_batch", required=True)
+@options.option("seq")
+@options.option("pin", help="Choices to fix, in every plan.")
 @click.option(
     "--off",
     type=options.PERCENT,
@@ -612,7 +597,7 @@ def sweep(
     type=options.POSITIVE_REAL,
     help="Also find the most robust plan of those at most this many percent slower.",
 )
-@options.search
+@options.search_options
 @options.as_json
 def robust(
     pin: str, off: float, together: bool, near: float | None, as_json: bool, **asked: Any
@@ -647,12 +632,12 @@ def robust(
         show(robust_table(found))
 
 
-@cli.command()
+@cli.command("diff")
 @click.argument("plan_a", type=click.Path(dir_okay=False))
 @click.argument("plan_b", type=click.Path(dir_okay=False))
 @options.as_json
 @click.pass_context
-def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
+def diff_command(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ.
     \u000c
     `plan_a` and `plan_b` are paths of plan files. `as_json`: prints JSON instead of tables, and
@@ -688,10 +673,10 @@ def _note_stale(path: str, plan: Any) -> None:
 
 _LISTS = (
     list_commands.models,
-    list_commands.devices,
+    list_commands.devices_command,
     list_commands.clusters,
     list_commands.cluster,
 )
-_OTHERS = (verify, predict, calibrate, demo, init, trace_diff, completion)
+_OTHERS = (verify_command, predict, calibrate_command, demo, init, trace_diff_command, completion)
 for command in (*job_commands.COMMANDS, *_OTHERS, *_LISTS):
     cli.add_command(command)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autopar.predict.runs import Problem
 
 
-@click.command(cls=options.Command)
+@click.command("verify", cls=options.Command)
 @click.argument("model", type=options.MODEL)
 @click.option(
     "--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes."
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 )
 @options.as_json
 @click.pass_context
-def verify(
+def verify_command(
     ctx: click.Context,
     model: str,
     nproc: int,
@@ -169,17 +169,17 @@ def predict(
 
 def _constants(as_json: bool) -> None:
     from autopar.predict.constants import constants_json, constants_table
-    from autopar.predict.report import WIDTH
+    from autopar.predict.report import REPORT_WIDTH
 
     if as_json:
         click.echo(constants_json())
     else:
-        show(constants_table(), WIDTH)
+        show(constants_table(), REPORT_WIDTH)
 
 
 def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_json: bool) -> None:
     from autopar.predict.command import predict_files
-    from autopar.predict.report import WIDTH, report_json, report_table
+    from autopar.predict.report import REPORT_WIDTH, report_json, report_table
     from autopar.predict.run import RunPrediction
 
     def priced(run: Run) -> RunPrediction:
@@ -192,7 +192,7 @@ def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_
     if as_json:
         click.echo(report_json(predictions, by))
     else:
-        show(report_table(predictions, by), WIDTH)
+        show(report_table(predictions, by), REPORT_WIDTH)
     if not predictions.results:
         raise AutoparError(_none_predicted(runs, predictions.problems))
 
@@ -225,9 +225,9 @@ def _complete_runs(paths: Sequence[str], pick: Callable[[Run], bool]) -> list[Ru
 def _fit(
     paths: Sequence[str], pick: Callable[[Run], bool], leave_out: Sequence[str], as_json: bool
 ) -> None:
-    from autopar.predict.fit import fit, sensitivities
+    from autopar.predict.fit import fit_constants, sensitivities
     from autopar.predict.fit_report import fit_json, fit_table
-    from autopar.predict.report import WIDTH
+    from autopar.predict.report import REPORT_WIDTH
     from autopar.predict.score import GROUPINGS
 
     runs = _complete_runs(paths, pick)
@@ -235,18 +235,18 @@ def _fit(
         from autopar.predict.evaluate import evaluate
 
         table = sensitivities(runs, evaluate, tell)
-    fits = [fit(table, by) for by in leave_out]
+    fits = [fit_constants(table, by) for by in leave_out]
     if as_json:
         click.echo(fit_json(*fits))
         return
     families = {run.id: GROUPINGS["family"](run) for run in runs}
     for found in fits:
-        show(fit_table(found, families), WIDTH)
+        show(fit_table(found, families), REPORT_WIDTH)
 
 
 def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) -> None:
     from autopar.predict.fit_report import ablation_json, ablation_table
-    from autopar.predict.report import WIDTH
+    from autopar.predict.report import REPORT_WIDTH
 
     runs = [run for run in _complete_runs(paths, pick) if run.measured.step_time_s]
     if not runs:
@@ -260,10 +260,10 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
     if as_json:
         click.echo(ablation_json(found))
     else:
-        show(ablation_table(found), WIDTH)
+        show(ablation_table(found), REPORT_WIDTH)
 
 
-@click.command(cls=options.Command)
+@click.command("calibrate", cls=options.Command)
 @click.option(
     "--nproc",
     type=click.IntRange(1, 64),
@@ -300,7 +300,7 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
 )
 @click.option("--seq", type=options.POSITIVE, help="With --from-run: tokens per sequence.")
 @options.as_json
-def calibrate(
+def calibrate_command(
     nproc: int | None, device: str | None, output: str, as_json: bool, **asked: Any
 ) -> None:
     """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches
@@ -341,7 +341,7 @@ def calibrate(
     if as_json:
         click.echo(json.dumps(asdict(spec), indent=1))
     else:
-        from autopar.calibrate.report import calibration_table
+        from autopar.cli.calibrated import calibration_table
 
         show(calibration_table(spec, output))
 
@@ -371,7 +371,7 @@ def _refit(
 
         spec = parsed_cluster(cluster).one_kind if cluster is not None else None
         from autopar.refit.fit import refit
-        from autopar.refit.read_log import read_run
+        from autopar.refit.read_run import read_run
         from autopar.refit.what_ran import job_file, saved_plan
 
         measured = read_run(run)
@@ -386,7 +386,7 @@ def _refit(
             raise AutoparError(_NO_CLUSTER)
         found = refit(measured, at, ran)
     found.cluster.to_yaml(output)
-    from autopar.refit.report import refit_data, refit_table
+    from autopar.cli.calibrated import refit_data, refit_table
 
     if as_json:
         click.echo(json.dumps(refit_data(found), indent=1))
@@ -416,3 +416,28 @@ def completion(ctx: click.Context, shell: str) -> None:
     if kind is None:
         raise AutoparError(f"click has no completion for {shell}")
     click.echo(kind(ctx.find_root().command, {}, "autopar", "_AUTOPAR_COMPLETE").source())
+
+
+@click.command("trace-diff", cls=options.Command)
+@click.argument("predicted", type=click.Path(dir_okay=False))
+@click.argument("measured", type=click.Path(dir_okay=False))
+@options.as_json
+@click.pass_context
+def trace_diff_command(ctx: click.Context, predicted: str, measured: str, as_json: bool) -> None:
+    """Where a measured step parts from the predicted one, range by range.  Exit code 1 if the order
+    of ranges differs.
+
+    PREDICTED is a trace of explain --trace, MEASURED one of engine.profile.
+    \u000c
+    `predicted` and `measured` are paths of traces, which may be compressed. `as_json`: prints JSON
+    instead of a table.
+    """
+    from autopar.report.trace_check import read_trace
+    from autopar.report.trace_diff import trace_diff as compared
+
+    found = compared(read_trace(predicted), read_trace(measured))
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(found.table())
+    ctx.exit(0 if found.parts_at is None else 1)

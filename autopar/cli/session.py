@@ -20,6 +20,7 @@ from autopar.ir.cluster import Cluster, ClusterSpec, reading_note
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.planning.searches import Searches
+from autopar.request.options import TIME_LIMIT_S, TOLERANCE
 from autopar.request.pins import Pins
 from autopar.request.software import Software
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
-    the sequence length of the model's own design, or 512. `time_limit` is in seconds of the whole
+    the sequence length of the model's own design, or 512. `time_limit_s` is that of the whole
     command, `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
     `target` is the framework whose limits plans keep, or None. `framework` is the one whose software
     was asked for by name, or None.
@@ -48,13 +49,13 @@ class Asked:
     global_batch: int
     seq: int | None = None
     precision: str | None = None
-    time_limit: float = 60.0
+    time_limit_s: float = TIME_LIMIT_S
     runnable: bool = False
-    micro_batch_mean: bool = False
+    allow_micro_batch_mean: bool = False
     price: float | None = None
     software: Software = field(default_factory=Software)
     headroom: str | None = None
-    tolerance: float = 0.02
+    tolerance: float = TOLERANCE
     target: str | None = None
     framework: str | None = None
 
@@ -72,7 +73,7 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.searches = Searches(Deadline.after(asked.time_limit))
+        self.searches = Searches(Deadline.after(asked.time_limit_s))
         self.notes = notes_on(asked.model, asked.cluster)
         self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
         from autopar.models import parse_model
@@ -90,7 +91,7 @@ class Planner:
             asked.runnable,
             self.spec.name,
             software=asked.software,
-            micro_batch_mean=asked.micro_batch_mean,
+            micro_batch_mean=asked.allow_micro_batch_mean,
             model_text=asked.model,
             tolerance=asked.tolerance,
         )
@@ -200,10 +201,10 @@ class Planner:
     def _restriction(self, seq: int | None = None) -> Restriction:
         """What the command's target can run of the model."""
         from autopar.targets.job import ModelShape
-        from autopar.targets.model_shape import shape_of
+        from autopar.targets.model_shape import shape_of_spec
         from autopar.targets.registry import restriction_of
 
-        shape = shape_of(self.spec) or ModelShape()
+        shape = shape_of_spec(self.spec) or ModelShape()
         return restriction_of(self.target or "", shape, seq or self.seq)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
@@ -249,9 +250,9 @@ class Planner:
         """The report (`Report`) on a plan that was made under the pins `pin` for `cluster`
         (default: that of the request), with its simulated step if it `is_drawn`.
         """
-        from autopar.report.command_line import command_line
+        from autopar.explaining.run_lines import command_line
         from autopar.report.explained import full_report
-        from autopar.text.plan_words import parsed_cluster
+        from autopar.text.plan_words import cluster_of_plan
 
         self.tell("simulating the step" if is_drawn else "pricing other software")
         request = self._made_for(plan, pin, cluster)
@@ -260,7 +261,7 @@ class Planner:
         on, words = plan.cluster_name, ""
         if isinstance(given, str) and not is_part:
             on = given
-        elif parsed_cluster(plan) is None:
+        elif cluster_of_plan(plan) is None:
             on = ""  # no text names it
         options = self._options(plan, on) if on else None
         if options is not None:
@@ -346,11 +347,13 @@ def asked_of(
 
     Raises AutoparError if the plan's file says no model or cluster, and none is given.
     """
-    from autopar.text.plan_words import named_cluster
+    from autopar.request.arguments import check_again
+    from autopar.text.plan_words import cluster_of
 
     made_for = plan.made_for
     model = model or made_for.model
-    at = cluster or named_cluster(plan)
+    check_again(plan, "precision", precision, plan.precision)
+    at = cluster_of(plan, cluster)
     if not model or at is None:
         missing = "MODEL" if not model else "CLUSTER"
         raise AutoparError(
@@ -364,7 +367,7 @@ def asked_of(
         seq=seq or (made_for.seq if model == made_for.model else None) or None,
         precision=precision or plan.precision,
         runnable=made_for.runnable,
-        micro_batch_mean=plan.micro_batch_mean,
+        allow_micro_batch_mean=plan.micro_batch_mean,
         software=Software.from_data(made_for.software),
     )
 

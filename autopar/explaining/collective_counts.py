@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import COLLECTIVES
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.values import value_grads
 from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
@@ -135,8 +135,8 @@ def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
         source, axis, whole = node.args[0], node.args[1], node.meta.get("whole")
         known = flowing.get(source, grads.get(source.name, True))
         flowing[node] = known and (whole is None or whole.is_floating_point())
-        if name in COLLECTIVES:
+        if name in COLLECTIVE_PRIMITIVES:
             forward[f"{name} over {axis}"] += 1
-        if node.kwargs.get("backward") in COLLECTIVES and flowing[node]:
+        if node.kwargs.get("backward") in COLLECTIVE_PRIMITIVES and flowing[node]:
             backward[f"{node.kwargs['backward']} over {axis}"] += 1
     return {"forward": dict(forward), "backward": dict(backward)}

@@ -12,7 +12,7 @@ from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.request.pins import check_pin_names, first_difference, pin_text, pins_of_entry
-from autopar.request.software import software_words
+from autopar.request.software import software_line
 from autopar.text.device_words import fullest_rank
 from autopar.text.plan_words import (
     TIME_WORDS,
@@ -32,7 +32,7 @@ _LABEL_WIDTH, _PLAN_WIDTH, _EDGES = 24, 16, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedPlan:
     """A named plan in a comparison. `note` is a reason why it is not quite comparable, or ''."""
 
     name: str
@@ -66,7 +66,7 @@ def compare(
     cluster: Cluster,
     pins: Sequence[Mapping[str, Any]],
     saved: Sequence[tuple[str, Plan]],
-) -> list[Entry | Impossible]:
+) -> list[ComparedPlan | Impossible]:
     """The best plan, the best plan under each of `pins`, and the `saved` plans (name, plan), as
     entries in this order. `plan_on` plans under pins on a cluster. Without pins and saved plans,
     the other plans are the runners-up of the best one's certificate. `first_name` names the first.
@@ -75,14 +75,14 @@ def compare(
     Raises AutoparError if there is no plan even without pins.
     """
     best = plan_on({}, cluster)
-    entries: list[Entry | Impossible] = [Entry(first_name(best), best)]
+    entries: list[ComparedPlan | Impossible] = [ComparedPlan(first_name(best), best)]
     for pin in pins:
         # the best of all is the best of those that have the pins
         if not first_difference(pin, best):
-            entries.append(Entry(pin_text(pin), best))
+            entries.append(ComparedPlan(pin_text(pin), best))
             continue
         try:
-            entries.append(Entry(pin_text(pin), plan_on(pin, cluster)))
+            entries.append(ComparedPlan(pin_text(pin), plan_on(pin, cluster)))
         except AutoparError as error:
             entries.append(Impossible(pin_text(pin), str(error)))
     if not pins and not saved:
@@ -108,7 +108,7 @@ def known_words(plan: Plan) -> str:
     )
 
 
-def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[Entry | Impossible]:
+def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[ComparedPlan | Impossible]:
     """An entry for each runner-up of the certificate of `best`, by the name of its family."""
     for entry in best.certificate.runners_up:
         if entry["time_s"] is None:
@@ -116,12 +116,12 @@ def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[Entry |
             yield Impossible(entry["family"], f"no plan that fits was found{late}")
         else:
             try:
-                yield Entry(entry["family"], plan_on(pins_of_entry(entry), cluster))
+                yield ComparedPlan(entry["family"], plan_on(pins_of_entry(entry), cluster))
             except NoPlanFits as error:
                 yield Impossible(entry["family"], str(error))
 
 
-def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
+def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible:
     """The entry of a saved plan; `Impossible` if it is for another model, cluster or batch than the
     best plan.
     """
@@ -137,16 +137,18 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
     elif plan.global_batch != best.global_batch:
         reason = f"for a global batch of {plan.global_batch}, not of {best.global_batch}"
     else:
-        return Entry(name, plan, staleness(plan))
+        return ComparedPlan(name, plan, staleness(plan))
     return Impossible(name, f"the plan is {reason}")
 
 
-def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> list[dict[str, Any]]:
+def compare_data(
+    entries: Sequence[ComparedPlan | Impossible], cluster: Cluster
+) -> list[dict[str, Any]]:
     """One dict for each entry: name, reason, note, ratio (step time relative to the first plan's),
     dollars per million tokens, plan (as in plan files). If impossible, the last three are None, and
     `reason` says why.
     """
-    best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, Entry))
+    best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, ComparedPlan))
     return [
         {
             "name": entry.name,
@@ -157,7 +159,7 @@ def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> lis
             "plan": plan_data(entry.plan),
         }
         | ({"not_proved": doubt} if (doubt := not_proved_words(entry.plan)) else {})
-        if isinstance(entry, Entry)
+        if isinstance(entry, ComparedPlan)
         else {"name": entry.name, "reason": entry.reason, "note": ""}
         | dict.fromkeys(("ratio", "dollars_per_million_tokens", "plan"))
         for entry in entries
@@ -170,13 +172,13 @@ class CompareTable:
     the terminal. Impossible entries and notes follow as lines.
     """
 
-    entries: Sequence[Entry | Impossible]
+    entries: Sequence[ComparedPlan | Impossible]
     cluster: Cluster
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        planned = [entry for entry in self.entries if isinstance(entry, Entry)]
+        planned = [entry for entry in self.entries if isinstance(entry, ComparedPlan)]
         best = planned[0].plan
         if doubt := not_proved_words(best):
             yield Text(doubt, style="yellow")
@@ -185,7 +187,7 @@ class CompareTable:
             style="bold",
         )
         if best.made_for.cluster:
-            yield Text(f"Software: {software_words(best.made_for.software)}.")
+            yield Text(f"Software: {software_line(best.made_for.software)}.")
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
         rows = self._rows([entry.plan for entry in planned])

@@ -115,7 +115,7 @@ def _identity(one: Plan, other: Plan) -> Iterator[Difference]:
     yield from _fields("cluster", one, other, ("cluster_name", "cluster_hash"))
     yield from _fields("cost model", one, other, ("cost_model_version",))
     yield from _fields(
-        "made for", one.made_for, other.made_for, ("model", "seq", "rows", "software")
+        "made for", one.made_for, other.made_for, ("model", "seq", "rows", "software", "target")
     )
 
 

@@ -15,28 +15,27 @@ from math import ceil, log2, prod
 from autopar_cost_models.topology import group_shape
 
 from autopar.annotate.annotator import annotator_of
-from autopar.annotate.kernels import Product, kernels_of, product_of
+from autopar.annotate.kernels import MatrixProduct, kernels_of, product_of
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import at_batch, is_symbolic
 from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
-from autopar.recheck.plan_costs import setting_of
-from autopar.request.pins import Pins
-from autopar.request.plan_request import PlanRequest
+from autopar.recheck.plan_costs import plan_setting
+from autopar.request.plan_request import request_of
 from autopar.request.software import Software
 from autopar.text.device_words import fullest_rank, groups_by_rank
-from autopar.text.layout_words import describe, is_attention
+from autopar.text.layout_words import describe, is_attention_name
 from autopar.text.units import gib, ms, percent
 
 BUBBLE = 0.10
 """Fraction of a step that a pipeline may idle without a finding."""
-HEADROOM = 0.03
+_HEADROOM = 0.03
 """Fraction of memory that should stay free, because fragmentation may exceed the prediction."""
 FILLED = 0.90
 """Fraction of the matmul rate of a large micro-batch that the plan's products should reach."""
@@ -45,7 +44,7 @@ _LARGE_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     """A warning about a plan: the name of the lint, a text, a change that would remove it, and the
     numbers of the text in SI units.
     """
@@ -59,8 +58,8 @@ class Finding:
         return f"{self.text}.  {self.remedy}."
 
 
-def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All warnings (`Finding`) on a plan for a cluster; [] if there is nothing to warn of. `traced`
+def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[LintFinding]:
+    """All warnings (`LintFinding`) on a plan for a cluster; [] if there is nothing to warn of. `traced`
     is the model after `model_facts.as_planned`. Without it, only findings that need no model are
     returned.
     """
@@ -81,8 +80,8 @@ def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> lis
 
 
 def _named(
-    findings: Iterable[Finding], group: ClusterSpec, groups: Sequence[ClusterSpec]
-) -> Iterator[Finding]:
+    findings: Iterable[LintFinding], group: ClusterSpec, groups: Sequence[ClusterSpec]
+) -> Iterator[LintFinding]:
     """The findings on a group of devices. If there are several groups, each text begins with the
     group's device.
     """
@@ -93,7 +92,7 @@ def _named(
     )
 
 
-def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
+def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[LintFinding]:
     """A finding if tensor-parallel ranks lie on several nodes of a group of devices; otherwise
     nothing.
     """
@@ -113,7 +112,7 @@ def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
         else ""
     )
     per_node = topology.devices_per_node
-    yield Finding(
+    yield LintFinding(
         "tensor parallelism across nodes",
         f"tp={tp} spans {nodes} nodes of {per_node}: a device has {between / 1e9:.3g} GB/s between nodes and {inside / 1e9:.3g} GB/s "
         f"inside{share}",
@@ -128,7 +127,7 @@ def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
     )
 
 
-def _bubble(plan: Plan) -> Iterator[Finding]:
+def _bubble(plan: Plan) -> Iterator[LintFinding]:
     """A finding if a pipeline idles more than `BUBBLE` of a step; otherwise nothing. Its remedy has
     the number of micro-batches that would suffice. The bubble's seconds hardly depend on that
     number; all other time is proportional to it.
@@ -140,7 +139,7 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
     enough = ceil((1 - BUBBLE) / BUBBLE * bubble_s * m / (step_s - bubble_s))
     can_deal = sum(map(len, plan.stages)) >= len(plan.stages) + mesh.pp
     fewer = "more stages a rank (vpp), or less pp" if can_deal else "less pp"
-    yield Finding(
+    yield LintFinding(
         "bubble",
         f"the pipeline idles {percent(bubble_s / step_s)} of the step ({ms(bubble_s)}) with {m} micro-batches on pp={mesh.pp}",
         f"About {enough} micro-batches bring it to {percent(BUBBLE)}: {_more_micro_batches(plan, enough)}; or {fewer}",
@@ -161,14 +160,14 @@ def _more_micro_batches(plan: Plan, enough: int) -> str:
     return " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
-def _headroom(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
-    """A finding if at most the fraction `HEADROOM` of the fullest device's memory is predicted to
+def _headroom(plan: Plan, cluster: Cluster) -> Iterator[LintFinding]:
+    """A finding if at most the fraction `_HEADROOM` of the fullest device's memory is predicted to
     stay free; otherwise nothing.
     """
     peak, capacity = fullest_rank(plan, cluster)
-    if peak < (1 - HEADROOM) * capacity:
+    if peak < (1 - _HEADROOM) * capacity:
         return
-    yield Finding(
+    yield LintFinding(
         "memory",
         f"the fullest device is predicted to hold {gib(peak)} of {gib(capacity)}: {percent(1 - peak / capacity)} is left, which "
         "fragmentation may take",
@@ -185,7 +184,7 @@ def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, Block
             yield own, classes[own.name], len(own.segments)
 
 
-def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
+def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
     """One finding for each (size, axis) where the axis does not divide a dim of that size of some
     result, which is cut into contiguous ranges. Every rank then takes as long as the rank with the
     largest shard.
@@ -208,7 +207,7 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
     for (size, axis), names in found.items():
         ranks = plan.mesh.size(axis)
         largest, more = ceil(size / ranks), len(names) - 3
-        yield Finding(
+        yield LintFinding(
             "uneven shards",
             f"{size} elements over {axis}={ranks} are shards of up to {largest}, {percent(largest * ranks / size - 1)} more than an even "
             f"share: {', '.join(list(names)[:3])}{f' and {more} more' if more > 0 else ''}",
@@ -217,7 +216,7 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         )
 
 
-def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
+def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
     """One finding for each attention op whose heads tp does not divide, so that it is sharded
     otherwise.
     """
@@ -226,12 +225,12 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         tensors = value_tensors(block.graph)
         for node in ops(block.graph):
             choice = own.ops.get(node.name, {}).get("tp")
-            if choice is None or not is_attention(node.name):
+            if choice is None or not is_attention_name(node.name):
                 continue
             query = tensors.get(operand_names(node)[0])
             heads = query.shape[-3] if query is not None and query.dim() > 2 else tp
             if not is_symbolic(heads) and int(heads) % tp:
-                yield Finding(
+                yield LintFinding(
                     "indivisible heads",
                     f"tp={tp} does not divide the {heads} heads of {node.name} in {block.name} (x{count}), which runs "
                     f"{describe(node.name, choice)} instead",
@@ -240,7 +239,7 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
                 )
 
 
-def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
+def _ties(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
     """One finding for each parameter that several pipeline ranks hold, because layers of different
     stages share it.
     """
@@ -255,7 +254,7 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
             continue
         spec = traced.parameters[name]
         scalars = prod(spec.shape)
-        yield Finding(
+        yield LintFinding(
             "tied weights",
             f"{' = '.join((name, *spec.aliases))} is held by pipeline ranks {', '.join(map(str, sorted(ranks)))}: {scalars:,} parameters, "
             f"with gradient and optimizer state, are there {len(ranks)} times, and their gradient is reduced between these ranks each step",
@@ -264,7 +263,7 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         )
 
 
-def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
+def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[LintFinding]:
     """A finding if the matrix products of a forward reach less than `FILLED` of the rate of a very
     large micro-batch, by the cost model; otherwise nothing. Its remedy names a micro-batch that is
     large enough. `cluster` is one group of devices.
@@ -284,7 +283,7 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
     remedy = f"micro_batch={enough} reaches {percent(FILLED)} of that, if memory allows"
     if enough > sequences:
         remedy += f"; a data-parallel rank has {sequences} sequences a step, so that it takes a larger global batch or less dp too"
-    yield Finding(
+    yield LintFinding(
         "small micro-batch",
         f"with micro-batch {plan.micro_batch} the matrix products of a forward run at {rate / 1e12:.3g} TFLOP/s a device, "
         f"{percent(rate / best)} of what a very large one reaches",
@@ -300,22 +299,13 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
 
 def _host_bound(
     plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel
-) -> Iterator[Finding]:
+) -> Iterator[LintFinding]:
     """A finding if the host takes longer to issue the kernels of a step on some rank of this group
     than the step is predicted to take; otherwise nothing. Nothing on CPUs. `group` is one of the
     groups of `cluster`.
     """
-    software = Software.from_data(plan.made_for.software)
-    request = PlanRequest(
-        cluster,
-        plan.global_batch,
-        Pins(),
-        plan.precision,
-        False,
-        plan.model_name,
-        software=software,
-    )
-    setting = setting_of(plan, request, "none", cluster.groups.index(group))
+    request = request_of(plan, cluster)
+    setting = plan_setting(plan, request, "none", cluster.groups.index(group))
     model = annotator_of(traced).annotate(setting)
     again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
     by_class = [
@@ -340,12 +330,12 @@ def _host_bound(
     found_s, each_s = plan.num_microbatches * max(of_ranks), setting.issue_s
     if found_s <= plan.predicted.step_time_s:
         return
-    yield Finding(
+    yield LintFinding(
         "host-bound",
         f"the host takes some {ms(found_s)} a step to issue the kernels of a rank, {found_s / each_s:,.0f} at {1e6 * each_s:.3g} us each, "
         f"and the devices {ms(plan.predicted.step_time_s)}, which is what is predicted: they will wait for it",
         "Use CUDA graphs, or a larger micro-batch"
-        if software.compiled
+        if request.software.compiled
         else "Unless it is compiled, compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
         {"host_s": found_s, "step_s": plan.predicted.step_time_s, "kernels": found_s / each_s},
     )
@@ -364,7 +354,7 @@ def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: in
     return flops / seconds if seconds else 0.0
 
 
-def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[Product]:
+def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[MatrixProduct]:
     """The matrix products with parameters that one rank computes in a forward of one segment, with
     their sharded sizes. Ops with a FLOP count of their own, such as convolutions and experts, are
     left out. `rows` is the batch of all ranks. `own` is the plan of `block`.
@@ -399,7 +389,7 @@ def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Itera
             yield product
 
 
-def _local(plan: Plan, shape: list[int], layouts: dict[str, Layout]) -> tuple[int, ...]:
+def _local(plan: Plan, shape: list[int], layouts: dict[str, AxisLayout]) -> tuple[int, ...]:
     for axis, layout in layouts.items():
         if layout.is_shard:
             shape[layout.dim] = ceil(shape[layout.dim] / plan.mesh.size(axis))

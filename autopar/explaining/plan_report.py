@@ -24,9 +24,10 @@ from autopar.explaining.gains import HOME, Gain, Home, gain_words, home_words
 from autopar.explaining.run_lines import run_lines, run_words
 from autopar.explaining.runners_up import RUNNER_UP_COLUMNS, runner_up_rows
 from autopar.ir.cluster import Cluster
+from autopar.ir.fusion import Fusion
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan, Prediction
-from autopar.request.software import software_words
+from autopar.request.software import software_line
 from autopar.text.device_words import (
     assumed_words,
     fullest_rank,
@@ -47,18 +48,18 @@ from autopar.text.plan_words import (
     dollars_per_million_tokens,
     named_cluster,
     placement_words,
+    recompute_words,
     staleness,
 )
-from autopar.text.recompute_words import recompute_words
 from autopar.text.tables import Grid, grid
 from autopar.text.training_words import total_words, training_of, training_words
 from autopar.text.units import WIDTH, gib, ms, percent
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.text import Text
 
-    from autopar.explaining.lints import Finding
+    from autopar.explaining.lints import LintFinding
 
 _LIKELY = 5e-4
 """Chance not to fit from which it is printed."""
@@ -84,7 +85,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 def facts_data(
     plan: Plan,
     cluster: Cluster | None,
-    findings: Sequence[Finding] = (),
+    findings: Sequence[LintFinding] = (),
     gains: Sequence[Gain] = (),
     home: Home | None = None,
 ) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def facts_data(
     return first | plan_data(plan) | more
 
 
-def explain(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
+def plan_text(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
     """The report on a plan as plain text: choices, predicted time and memory, certificate,
     runners-up, and the layouts of blocks. `counts` and `more` as in `plan_table`.
     """
@@ -121,7 +122,7 @@ def plan_table(
     plan: Plan,
     counts: BlockCounts | None = None,
     cluster: Cluster | None = None,
-    findings: Sequence[Finding] = (),
+    findings: Sequence[LintFinding] = (),
     tokens: float | None = None,
     layers: bool = True,
     verbose: bool = True,
@@ -244,7 +245,7 @@ def choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]
         yield "offload", f"{what}: {held}{_share_words(cluster, plan.predicted)}"
     yield "precision", plan.precision
     if plan.made_for.cluster:  # files of earlier versions do not say it
-        yield "software", software_words(plan.made_for.software)
+        yield "software", software_line(plan.made_for.software)
     if cluster and (assumed := assumed_words(cluster)):
         yield "efficiencies", assumed
 
@@ -366,3 +367,52 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
         ]
         table.caption = "\n".join(lines) + "\n"
     return table
+
+
+_SHOWN = 4
+"""The number of replaced ops whose names are shown."""
+
+
+def fusion_table(fusion: Fusion) -> Group:
+    """A rich renderable: a table of the subgraphs that are fused into one op, then one of those
+    that nearly are, with the reason. One sentence if fusion is off.
+    If the planner chose what to fuse, a table of what it compared comes last.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    chosen = [_weighed_table(fusion)] if fusion.weighed else []
+    if fusion.mode == "off":
+        words = "Nothing is fused, since fuse=off.  --pin fuse=norms or fuse=all fuses."
+        if chosen:
+            words = "Nothing is fused, since the plan without fusion is the fastest."
+        return Group(Text(words), *chosen)
+    rows = [
+        (op.block, op.name, op.op, _names(op.replaced), _attributes(op.attributes))
+        for op in fusion.fused
+    ]
+    columns = ("block", "name", "op", "in the place of", "with")
+    parts = [grid(f"Fused, fuse={fusion.mode}", columns, rows)]
+    if fusion.missed:
+        left = [(miss.block, miss.name, miss.op, miss.reason) for miss in fusion.missed]
+        parts.append(grid("Nearly", ("block", "at", "op", "why not"), left))
+    return Group(*parts, *chosen)
+
+
+def _weighed_table(fusion: Fusion) -> RenderableType:
+    """A table of the modes that the planner compared."""
+    rows = [
+        (entry.mode, ms(entry.step_s), ms(entry.host_s), "yes" if entry.mode == fusion.mode else "")
+        for entry in fusion.weighed
+    ]
+    columns = ("fuse", "devices take", "the host takes to issue kernels", "chosen")
+    return grid("Compared", columns, rows)
+
+
+def _names(replaced: tuple[str, ...]) -> str:
+    more = len(replaced) - _SHOWN
+    return ", ".join(replaced[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _attributes(attributes: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in attributes.items())

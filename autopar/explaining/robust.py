@@ -74,7 +74,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class RepricedPlan:
     """A plan, and for each scenario a plan with its choices priced there, or None if they do not
     fit.
     """
@@ -112,13 +112,13 @@ class Robustness:
     off: float
     scenarios: tuple[Scenario, ...]
     best: tuple[Plan | None, ...]
-    priced: tuple[Priced, ...]
+    priced: tuple[RepricedPlan, ...]
     near: float | None = None
     left_out: int = 0
 
     @property
-    def chosen(self) -> Priced:
-        """The `Priced` plan that is best if predictions are right, with its prices in the
+    def chosen(self) -> RepricedPlan:
+        """The `RepricedPlan` plan that is best if predictions are right, with its prices in the
         scenarios: the first of `priced`.
         """
         return self.priced[0]
@@ -130,14 +130,14 @@ class Robustness:
         known = [plan.predicted.step_time_s for plan in (self.best[number],) if plan is not None]
         return min([*known, *(one.time_s(number) for one in self.priced)])
 
-    def regret(self, one: Priced, number: int) -> float:
+    def regret(self, one: RepricedPlan, number: int) -> float:
         """The regret of a plan under scenario `number`: how much slower it is than the best known
         there, as a fraction. Infinite if it does not fit there.
         """
         time_s = one.time_s(number)
         return time_s / self.best_s(number) - 1 if isfinite(time_s) else inf
 
-    def worst(self, one: Priced) -> tuple[float, Scenario]:
+    def worst(self, one: RepricedPlan) -> tuple[float, Scenario]:
         """(greatest regret of a plan over the scenarios where it fits, the first scenario with that
         regret). Raises ValueError if it fits in none.
         """
@@ -145,13 +145,13 @@ class Robustness:
         number = max(fitting, key=lambda number: self.regret(one, number))
         return self.regret(one, number), self.scenarios[number]
 
-    def misfits(self, one: Priced) -> list[int]:
+    def misfits(self, one: RepricedPlan) -> list[int]:
         """Indices of the scenarios under which the plan does not fit."""
         return [number for number, there in enumerate(one.there) if there is None]
 
     @property
-    def most_robust(self) -> Priced:
-        """The `Priced` plan, of `priced`, with the fewest scenarios in which it does not fit. Among
+    def most_robust(self) -> RepricedPlan:
+        """The `RepricedPlan` plan, of `priced`, with the fewest scenarios in which it does not fit. Among
         equal ones, the plan with the smallest worst regret, then the fastest as predicted.
         """
         return min(
@@ -252,8 +252,8 @@ class _Pricing:
                 return None
             raise
 
-    def priced(self, plan: Plan) -> Priced:
-        return Priced(plan, tuple(self._there(plan, scenario) for scenario in self.scenarios))
+    def priced(self, plan: Plan) -> RepricedPlan:
+        return RepricedPlan(plan, tuple(self._there(plan, scenario) for scenario in self.scenarios))
 
     def _there(self, plan: Plan, scenario: Scenario) -> Plan | None:
         """The plan priced under a scenario, or None if it does not fit. Memory is checked for the
@@ -402,7 +402,7 @@ def robust_data(found: Robustness) -> dict[str, Any]:
     }
 
 
-def _priced_data(found: Robustness, one: Priced) -> dict[str, Any]:
+def _priced_data(found: Robustness, one: RepricedPlan) -> dict[str, Any]:
     regret, scenario = found.worst(one)
     return {
         "choices": choices_of(one.plan),
@@ -489,7 +489,7 @@ def _scenario_row(found: Robustness, number: int) -> tuple[str, ...]:
     )
 
 
-def _verdict(found: Robustness, one: Priced) -> str:
+def _verdict(found: Robustness, one: RepricedPlan) -> str:
     regret, worst = found.worst(one)
     text = f"Worst regret where it fits: {percent(regret)} ({worst})."
     if regret < _NOTHING:

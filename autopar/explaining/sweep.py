@@ -16,7 +16,7 @@ from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
-from autopar.request.software import software_words
+from autopar.request.software import software_line
 from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
 from autopar.text.tables import Grid, grid
 from autopar.text.units import NOT_PROVED, gap_words, gib, ms, percent
@@ -71,7 +71,7 @@ own), global batch, pins.
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """A point of a sweep with its cluster and its plan."""
 
     point: Point
@@ -125,7 +125,7 @@ class BreakEven:
 
     below: Plan
     below_Bps: float
-    above: Row
+    above: SweepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +136,18 @@ class Sweep:
     """
 
     axes: tuple[str, ...]
-    rows: tuple[Row | Unplanned, ...]
+    rows: tuple[SweepRow | Unplanned, ...]
     break_evens: tuple[BreakEven, ...]
     is_cut: bool = False
 
     @property
-    def planned(self) -> list[Row]:
+    def planned(self) -> list[SweepRow]:
         """The rows that have plans."""
-        return [row for row in self.rows if isinstance(row, Row)]
+        return [row for row in self.rows if isinstance(row, SweepRow)]
 
-    def efficiency(self, row: Row) -> float:
+    def efficiency(self, row: SweepRow) -> float:
         """The tokens per second per device of `row`, relative to the first row that has a plan."""
-        return row.rate / next(first.rate for first in self.rows if isinstance(first, Row))
+        return row.rate / next(first.rate for first in self.rows if isinstance(first, SweepRow))
 
 
 def points_of(
@@ -192,17 +192,17 @@ def sweep(
     planning raises AutoparError becomes an `Unplanned` with the reason.
     """
 
-    def planned(point: Point, is_probe: bool = False) -> Row | Unplanned:
+    def planned(point: Point, is_probe: bool = False) -> SweepRow | Unplanned:
         tell(f"planning for {point}")
         at = cluster_at(cluster, point)
         try:
-            return Row(point, at, plan_at(at, point.seq, point.global_batch, {}))
+            return SweepRow(point, at, plan_at(at, point.seq, point.global_batch, {}))
         except AutoparError as error:
             if is_probe:
                 _raise_if_cut(error)
             return Unplanned(point, at, str(error))
 
-    def as_good(plan: Plan, row: Row) -> bool:
+    def as_good(plan: Plan, row: SweepRow) -> bool:
         """Whether a plan, priced with its choices at the point of `row`, is at most the fraction
         `TIE` slower than the best plan there. False if it is not possible there.
         """
@@ -221,9 +221,9 @@ def sweep(
         for name in Point.__dataclass_fields__
         if len({getattr(point, name) for point in points}) > 1
     )
-    alike: dict[Point, list[Row]] = {}
+    alike: dict[Point, list[SweepRow]] = {}
     for row in rows:
-        if isinstance(row, Row) and row.point.inter_Bps is not None:
+        if isinstance(row, SweepRow) and row.point.inter_Bps is not None:
             alike.setdefault(replace(row.point, inter_Bps=None), []).append(row)
     changes, is_cut = list[BreakEven](), False
     for group in alike.values():
@@ -243,9 +243,9 @@ def _raise_if_cut(error: AutoparError) -> None:
 
 
 def _break_evens(
-    planned: Callable[[Point], Row | Unplanned],
-    as_good: Callable[[Plan, Row], bool],
-    rows: Sequence[Row],
+    planned: Callable[[Point], SweepRow | Unplanned],
+    as_good: Callable[[Plan, SweepRow], bool],
+    rows: Sequence[SweepRow],
 ) -> Iterator[BreakEven]:
     """A `BreakEven` for each change of the best plan, by ascending bandwidth.
 
@@ -275,18 +275,18 @@ def _break_evens(
         low = high
 
 
-def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
+def pareto(rows: Sequence[SweepRow | Unplanned]) -> list[bool]:
     """For each row, whether it is Pareto-optimal in step time, cost and memory among all rows.
     False for points without a plan; rows with equal values do not exclude each other.
     """
-    known = [row.merits for row in rows if isinstance(row, Row)]
+    known = [row.merits for row in rows if isinstance(row, SweepRow)]
 
     def dominated(own: tuple[float, float, float]) -> bool:
         return any(
             other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in known
         )
 
-    return [isinstance(row, Row) and not dominated(row.merits) for row in rows]
+    return [isinstance(row, SweepRow) and not dominated(row.merits) for row in rows]
 
 
 def sweep_data(found: Sweep) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
     return first | {"axes": list(found.axes), "rows": rows, "break_evens": changes}
 
 
-def _row_data(row: Row, found: Sweep) -> dict[str, Any]:
+def _row_data(row: SweepRow, found: Sweep) -> dict[str, Any]:
     priced = row.cluster.price_per_device_hour is not None
     plan = replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))
     return {
@@ -353,7 +353,7 @@ def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
     at = found.rows[0].point
     same = ", ".join(at.words(axis) for axis in _HEADS if axis not in varied and getattr(at, axis))
-    software = [software_words(row.plan.made_for.software) for row in found.planned[:1]]
+    software = [software_line(row.plan.made_for.software) for row in found.planned[:1]]
     lines = [
         *(f"Software: {words}." for words in software),
         f"{f'All points: {same}.  ' if same else ''}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first "
@@ -387,7 +387,7 @@ def sweep_lines(found: Sweep) -> list[str]:
     ]
 
 
-def _where(row: Row | Unplanned, varied: Sequence[str]) -> str:
+def _where(row: SweepRow | Unplanned, varied: Sequence[str]) -> str:
     return ", ".join(row.point.words(axis) for axis in varied)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Strategy:
     """
 
     name: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[AxisLayout, ...]
+    outputs: tuple[AxisLayout, ...]
     forward_s: float = 0.0
     backward_s: float = 0.0
     step_s: float = 0.0
@@ -262,7 +262,7 @@ class AnnotatedValue:
     size_bytes: (
         int  # whole tensor on this data-parallel rank, before sharding over the decided axis
     )
-    conversions: dict[tuple[Layout, Layout], Conversion]
+    conversions: dict[tuple[AxisLayout, AxisLayout], Conversion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +288,13 @@ class AnnotatedBlock:
     outputs: tuple[str, ...]
     recompute: bool = False
     # input op -> layout -> bytes kept when recomputing
-    input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)
+    input_bytes: dict[str, dict[AxisLayout, int]] = field(default_factory=dict)
     workspace_bytes: int = 0
     # as `input_bytes`, of those that are one for all segments
-    common_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)
+    common_bytes: dict[str, dict[AxisLayout, int]] = field(default_factory=dict)
     is_layer: bool = False
 
-    def message_bytes(self, name: str, layout: Layout) -> int:
+    def message_bytes(self, name: str, layout: AxisLayout) -> int:
         """Bytes of the input op `name` in `layout` when another rank sends it."""
         return self.common_bytes.get(name, self.input_bytes[name])[layout]
 
@@ -321,7 +321,7 @@ class BoundaryEdge:
     target: int
     target_input: int
     count: int
-    conversions: dict[tuple[Layout, Layout], Conversion]
+    conversions: dict[tuple[AxisLayout, AxisLayout], Conversion]
 
 
 @dataclass(frozen=True, slots=True)

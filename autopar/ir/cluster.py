@@ -42,7 +42,7 @@ from autopar.ir.cluster_parts import (
     link_from,
     link_of,
     related_links,
-    written,
+    written_fields,
 )
 from autopar.ir.quantities import quantity
 from autopar.ir.yaml_text import read_yaml, written_yaml
@@ -363,12 +363,14 @@ class ClusterSpec:
         t = self.topology
         data: dict[str, Any] = {
             "name": self.name,
-            "device": self.device.name if known else written(asdict(self.device)),
+            "device": self.device.name if known else written_fields(asdict(self.device)),
             "nodes": t.nodes,
             "devices_per_node": t.devices_per_node,
         }
         for side, link in (("intra", t.intra), ("inter", t.inter)):
-            data |= {f"{side}_{name}": value for name, value in written(asdict(link)).items()}
+            data |= {
+                f"{side}_{name}": value for name, value in written_fields(asdict(link)).items()
+            }
         if t.nics_per_node is not None:
             data["nics_per_node"] = t.nics_per_node
         if t.oversubscription != 1:

@@ -248,7 +248,7 @@ def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def written(fields_: dict) -> dict:
+def written_fields(fields_: dict) -> dict:
     """A copy of the fields of a device or link for a cluster file: without fields that are None,
     and without empty `curves`.
     """

@@ -1,6 +1,6 @@
 """What the fusion pass did to a model, as data: which subgraphs are one op of our own now, and which nearly are.
 
-`Fusion` crosses layers.  `trace/fusion/` makes it, a `TracedModel` and a `Plan` carry it, and `explaining/fusion_report.py` prints it.
+`Fusion` crosses layers.  `trace/fusion/` makes it, a `TracedModel` and a `Plan` carry it, and `explaining/plan_report.py` prints it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ adjacent ranks. There are dp / ep ranks on the axis dp, so the data-parallel ran
 dp and ep together.
 """
 
-MOST = 10**8
+MOST_DEVICES = 10**8
 """The largest number of devices, and of sequences in a step."""
 
 LAYOUT_AXES = ("dp", "ep", "cp", "tp")
@@ -65,9 +65,9 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis in DEGREES:
             size = getattr(self, axis)
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_DEVICES:
                 raise AutoparError(
-                    f"mesh axis {axis}={shown(size)} must be a whole number from 1 to {MOST:,}"
+                    f"mesh axis {axis}={shown(size)} must be a whole number from 1 to {MOST_DEVICES:,}"
                 )
         if self.dp % self.ep:
             raise AutoparError(

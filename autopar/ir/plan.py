@@ -137,7 +137,7 @@ class Plan(PlanFields):
         edited = digest is not None and digest != _digest(data) and EDITED not in plan.notes
         return replace(plan, notes=(*plan.notes, EDITED)) if edited else plan
 
-    def export(self, target: str, model: str | None = None) -> Any:
+    def export(self, target: str | None = None, model: str | None = None) -> Any:
         """`autopar.export` of this plan: the plan in the words of another framework."""
         return import_module("autopar").export(self, target, model)
 

@@ -16,13 +16,13 @@ from autopar_cost_models import OFFLOADS, check_schedule
 from autopar_cost_models.checks import finite
 
 from autopar.errors import shown
-from autopar.ir.mesh import AXES, LAYOUT_AXES, MOST, MeshShape
+from autopar.ir.mesh import AXES, LAYOUT_AXES, MOST_DEVICES, MeshShape
 from autopar.ir.plan_fields import Certificate, PlanFields
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-T = TypeVar("T", bound="DataclassInstance")
+_T = TypeVar("_T", bound="DataclassInstance")
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 SELECTIVE_MODES = ("gather", "selective", "op")
@@ -49,11 +49,11 @@ _SOLVED: dict[str, type | tuple[type, ...]] = {
 """Keys, with types, of a plan in the certificate: the fastest one, and each runner-up."""
 _COUNTS = {"micro_batch": 1, "num_microbatches": 1, "global_batch": 1, "zero": 0, "shard": 0}
 """Integer fields of a plan, with their smallest valid values."""
-CLOSE = 1e-6
+_CLOSE = 1e-6
 """Relative tolerance between the parts of a prediction and their sum."""
 
 
-def made(kind: type[T], data: Any, what: str) -> T:
+def made(kind: type[_T], data: Any, what: str) -> _T:
     """A dataclass of type `kind` from a mapping of its fields. Lists become tuples where the field
     is one. Fields with a default may be absent.
 
@@ -115,9 +115,9 @@ def _check_kinds(plan: PlanFields) -> None:
             if not is_kind or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{of.name} is {shown(value)}, which is no {of.type}")
     for name, least in _COUNTS.items():
-        if not least <= getattr(plan, name) <= MOST:
+        if not least <= getattr(plan, name) <= MOST_DEVICES:
             raise ValueError(
-                f"{name} is {shown(getattr(plan, name))}, which is not from {least} to {MOST:,}"
+                f"{name} is {shown(getattr(plan, name))}, which is not from {least} to {MOST_DEVICES:,}"
             )
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")
@@ -159,12 +159,12 @@ def _check_choices(plan: PlanFields) -> None:
 
 def _check_mesh(plan: PlanFields) -> None:
     """Raise ValueError unless the axes of layouts, the stages, the kinds of devices and the
-    schedule agree with the mesh. Also if it has more than `MOST` devices.
+    schedule agree with the mesh. Also if it has more than `MOST_DEVICES` devices.
     """
     mesh = plan.mesh
-    if mesh.num_devices > MOST:
+    if mesh.num_devices > MOST_DEVICES:
         raise ValueError(
-            f"its mesh has {mesh.num_devices:,} devices, and at most {MOST:,} can be planned"
+            f"its mesh has {mesh.num_devices:,} devices, and at most {MOST_DEVICES:,} can be planned"
         )
     for block in plan.blocks:
         for op, axes in block.ops.items():
@@ -233,7 +233,7 @@ def _check_numbers(plan: PlanFields) -> None:
             f"peak_memory_bytes is that of {len(predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}"
         )
     total = sum(predicted.breakdown.values())
-    if predicted.breakdown and abs(total - predicted.step_time_s) > CLOSE * predicted.step_time_s:
+    if predicted.breakdown and abs(total - predicted.step_time_s) > _CLOSE * predicted.step_time_s:
         raise ValueError(
             f"breakdown adds up to {total:.6g} s, and step_time_s is {predicted.step_time_s:.6g}"
         )
@@ -274,11 +274,11 @@ def _check_certificate(plan: PlanFields) -> None:
     _check_other_plans(proof)
     if not 0 <= proof.tolerance < 1:
         raise ValueError(f"tolerance={shown(proof.tolerance)} is no fraction from 0 to below 1")
-    if proof.bound_s > proof.objective_s * (1 + CLOSE):
+    if proof.bound_s > proof.objective_s * (1 + _CLOSE):
         raise ValueError(
             f"bound_s={proof.bound_s:.6g} is more than objective_s={proof.objective_s:.6g}"
         )
-    if abs(proof.objective_s - plan.predicted.step_time_s) > CLOSE * plan.predicted.step_time_s:
+    if abs(proof.objective_s - plan.predicted.step_time_s) > _CLOSE * plan.predicted.step_time_s:
         raise ValueError(
             f"objective_s={proof.objective_s:.6g} is not the predicted step_time_s={plan.predicted.step_time_s:.6g}"
         )

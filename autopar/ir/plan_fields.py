@@ -8,7 +8,7 @@ from autopar_cost_models import splits_backward
 
 from autopar.ir.fusion import UNFUSED, Fusion
 from autopar.ir.mesh import MeshShape
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 
 EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
 """The note on a plan whose file was edited after it was saved, and is still a valid plan."""
@@ -24,8 +24,8 @@ class AxisChoice:
     """
 
     strategy: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[AxisLayout, ...]
+    outputs: tuple[AxisLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Prediction:
         breakdown: seconds of each part of a step, such as 'compute' or 'tp communication'.  They add up to the step time.
         memory: bytes of each part on the fullest device.
         host_bytes: the most that a rank holds in host memory.
-        details: seconds of a step by part of what the ops of the busiest rank do, see `planning/time_details.py`.
+        details: seconds of a step by part of what the ops of the busiest rank do, see `planning/plan_writer.py`.
     """
 
     step_time_s: float
@@ -132,13 +132,14 @@ class MadeFor:
     """What a plan was made for, as plain data, so that a plan file stands alone.
 
     Attributes:
-        model: the text that names the model, such as 'llama3-8b'.  '' if it was given as an object.
+        model: the text that names the model, such as 'llama3-8b'.  '' if no text names a model that was given as an object.
         seq: tokens of a sequence; 0 if it is unknown.
         rows: what the rate of a plan counts: 'tokens', 'images' or 'samples'.
         cluster: the cluster by the keys of a cluster file.  {} in files of earlier versions.
         software: the fields of `Software` that are not its defaults.
         pins: the pins of the request.
         runnable: whether only plans were searched that the engine runs.
+        target: the framework whose limits the plan keeps; '' without one.
     """
 
     model: str = ""
@@ -148,6 +149,7 @@ class MadeFor:
     software: dict = field(default_factory=dict, hash=False)
     pins: dict = field(default_factory=dict, hash=False)
     runnable: bool = False
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)

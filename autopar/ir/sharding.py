@@ -2,7 +2,7 @@
 
 A `Placement` is one of PyTorch's three: `R` (Replicate), `S(d)` (Shard of tensor dim d), `P`
 (Partial, a pending sum). A shard has a `Pattern` that says which elements of the dim each rank
-holds: one contiguous chunk, or chunks of several sections. A `Layout` pairs the placement of a
+holds: one contiguous chunk, or chunks of several sections. A `AxisLayout` pairs the placement of a
 value with the placement of its gradient, since the two may differ:
 
     layout   value        gradient    where it occurs
@@ -147,7 +147,7 @@ PARTIAL = Placement("P")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout(_Value):
+class AxisLayout(_Value):
     """Placements of a value and of its gradient over one mesh axis. Raises ValueError unless the
     pair is R (both replicated), R/P (gradient partial), S(d) (both sharded alike) or P (value
     partial, gradient replicated).
@@ -184,15 +184,15 @@ class Layout(_Value):
         return self.value.kind == "S"
 
 
-R = Layout(REPLICATE, REPLICATE)
-RP = Layout(REPLICATE, PARTIAL)
-P = Layout(PARTIAL, REPLICATE)
+R = AxisLayout(REPLICATE, REPLICATE)
+RP = AxisLayout(REPLICATE, PARTIAL)
+P = AxisLayout(PARTIAL, REPLICATE)
 
 
 @cache
-def S(dim: int, pattern: Pattern = CONTIGUOUS) -> Layout:
+def S(dim: int, pattern: Pattern = CONTIGUOUS) -> AxisLayout:
     """The layout of a value whose tensor dim `dim` is sharded by `pattern`, as is its gradient."""
-    return Layout(Placement("S", dim, pattern), Placement("S", dim, pattern))
+    return AxisLayout(Placement("S", dim, pattern), Placement("S", dim, pattern))
 
 
 _PATTERN = re.compile(r"(rows)?\s?([0-9]{1,12}(?::[0-9]{1,12})+)?\s?(zigzag)?")
@@ -220,7 +220,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 @cache
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> AxisLayout:
     """The layout of a text such as `R`, `R/P`, `P`, `S(3)`, `S(2, 2:1:1)`, `S(0, rows zigzag)`: the
     inverse of `str(layout)`. Raises AutoparError for another text.
     """
@@ -247,7 +247,7 @@ _PRIMITIVES = {
     ("P", "P"): "identity",
 }
 
-COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "reshuffle")
+COLLECTIVE_PRIMITIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "reshuffle")
 
 
 @cache
@@ -266,7 +266,7 @@ def primitive(src: Placement, dst: Placement) -> str:
 
 
 @cache
-def transition(src: Layout, dst: Layout) -> tuple[str, str]:
+def transition(src: AxisLayout, dst: AxisLayout) -> tuple[str, str]:
     """The primitives (of forward, of backward) that change the layout of a value from `src` to
     `dst`. Backward changes the gradient from its placement in `dst` to that in `src`.
 
@@ -277,8 +277,8 @@ def transition(src: Layout, dst: Layout) -> tuple[str, str]:
 
 
 def conversion_path(
-    have: dict[str, Layout], want: dict[str, Layout], axes: tuple[str, ...]
-) -> list[tuple[str, Layout]]:
+    have: dict[str, AxisLayout], want: dict[str, AxisLayout], axes: tuple[str, ...]
+) -> list[tuple[str, AxisLayout]]:
     """The steps (axis, new layout), in order, that turn the layouts `have` into `want`. Each
     changes the layout on one axis. `axes` are listed outermost first.
 
@@ -293,7 +293,7 @@ def conversion_path(
     """
     current, steps = dict(have), []
 
-    def step(axis: str, layout: Layout) -> None:
+    def step(axis: str, layout: AxisLayout) -> None:
         if current[axis] != layout:
             steps.append((axis, layout))
             current[axis] = layout

@@ -65,7 +65,8 @@ class BlockClass:
 @dataclass(frozen=True, slots=True)
 class Source:
     """A record of where a segment input comes from: output `index` of the earlier segment number
-    `segment`, or, if `segment` is -1, the model input `name`.
+    `segment`, or, if `segment` is -1, the model input `name`. Its text, with the name of this class,
+    is a part of `TracedModel.model_hash`.
     """
 
     segment: int = -1

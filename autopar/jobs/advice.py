@@ -10,8 +10,8 @@ from itertools import islice
 
 from autopar.errors import AutoparError
 from autopar.ir.deadline import Deadline
-from autopar.jobs.pricing import Setting
-from autopar.jobs.wording import Difference
+from autopar.jobs.pricing import JobSetting
+from autopar.jobs.wording import OptionDifference
 from autopar.jobs.written import Written, written
 from autopar.targets.job import Layout
 
@@ -20,7 +20,7 @@ MOST_CHANGES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class OptionChange:
     """A single change of a layout: in the framework's options, with its step and memory.
 
     Attributes:
@@ -30,19 +30,21 @@ class Change:
         peak_bytes: the predicted bytes of the fullest device.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[OptionDifference, ...]
     layout: Layout
     step_time_s: float
     peak_bytes: int
 
 
-def fitting_changes(setting: Setting, room_bytes: int, deadline: Deadline) -> tuple[Change, ...]:
+def fitting_changes(
+    setting: JobSetting, room_bytes: int, deadline: Deadline
+) -> tuple[OptionChange, ...]:
     """The single changes with which the job takes at most `room_bytes` of a device, the fastest first.
     Of smaller micro-batches they are the largest half that fits, and 1. Changes that the framework
     refuses or cannot say are left out, and those for which half of the time until the deadline does
     not suffice.
     """
-    found = list[Change]()
+    found = list[OptionChange]()
     end_s = deadline.clock() + deadline.left_s / 2
     own = setting.job.layout
     smaller = False  # whether a smaller micro-batch is known to fit
@@ -57,19 +59,19 @@ def fitting_changes(setting: Setting, room_bytes: int, deadline: Deadline) -> tu
             continue
         peak = max(plan.predicted.peak_memory_bytes)
         if peak <= room_bytes:
-            found.append(Change(told.differences, layout, plan.predicted.step_time_s, peak))
+            found.append(OptionChange(told.differences, layout, plan.predicted.step_time_s, peak))
             smaller = smaller or layout.micro_batch < own.micro_batch
     return tuple(sorted(found, key=lambda change: change.step_time_s))
 
 
-def _legal_changes(setting: Setting) -> Iterator[tuple[Layout, Written]]:
+def _legal_changes(setting: JobSetting) -> Iterator[tuple[Layout, Written]]:
     """Each single change that the framework can run, in the file of the job."""
     for layout in _single_changes(setting.job.layout, setting):
         if told := written(setting, layout):
             yield layout, told
 
 
-def _single_changes(by: Layout, setting: Setting) -> Iterator[Layout]:
+def _single_changes(by: Layout, setting: JobSetting) -> Iterator[Layout]:
     """Layouts that differ from one in a single choice, and save memory."""
     dp, per_node = by.dp_on(setting.gpus), setting.cluster.topology.devices_per_node
     for mode in ("selective", "full"):

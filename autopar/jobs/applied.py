@@ -10,14 +10,14 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.jobs.applied_python import in_python
 from autopar.jobs.values import typed
-from autopar.jobs.wording import POLICY, Difference, is_script
+from autopar.jobs.wording import POLICY, OptionDifference, is_script
 from autopar.targets.job import JobFile
 
 _VALUE = r"(\"[^\"\n]*\"|'[^'\n]*'|(?!--)[^\s\"'\\)]+)"
 """A value of an option in a script."""
 
 
-def applied(file: JobFile, differences: Sequence[Difference]) -> tuple[str, dict[str, str]]:
+def applied(file: JobFile, differences: Sequence[OptionDifference]) -> tuple[str, dict[str, str]]:
     """(The text of a file with other options, the texts of other files that change, by name). Raises
     AutoparError if an option has no place there. Options of the training script are left out.
     """
@@ -29,7 +29,7 @@ def applied(file: JobFile, differences: Sequence[Difference]) -> tuple[str, dict
     return _changed(file, own) if own else file.text, texts
 
 
-def _changed(file: JobFile, differences: Sequence[Difference]) -> str:
+def _changed(file: JobFile, differences: Sequence[OptionDifference]) -> str:
     suffix, text = file.name.rsplit(".", 1)[-1].lower(), file.text
     if suffix == "py" and not is_script(file):
         return in_python(text, differences, file.function)
@@ -41,7 +41,7 @@ def _changed(file: JobFile, differences: Sequence[Difference]) -> str:
     return text
 
 
-def _in_script(text: str, difference: Difference) -> str:
+def _in_script(text: str, difference: OptionDifference) -> str:
     option, then = difference.option, difference.then
     if option.startswith("export "):
         name = option.removeprefix("export ")
@@ -118,7 +118,7 @@ def _override(text: str, option: str, then: str) -> str:
     return f"{text[: first.start()]}{option}={_quoted(then)} {text[first.start() :]}"
 
 
-def _in_toml(text: str, difference: Difference) -> str:
+def _in_toml(text: str, difference: OptionDifference) -> str:
     section, _, key = difference.option.rpartition(".")
     head = re.search(rf"^\[{re.escape(section)}\][ \t]*(#[^\n]*)?\n", text, re.MULTILINE)
     start = head.end() if head else len(text)
@@ -135,7 +135,7 @@ def _in_toml(text: str, difference: Difference) -> str:
     return before + body + text[end:]
 
 
-def _in_mapping(text: str, name: str, differences: Sequence[Difference]) -> str:
+def _in_mapping(text: str, name: str, differences: Sequence[OptionDifference]) -> str:
     import yaml
 
     from autopar.targets.arguments import read_mapping

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 
 from autopar.errors import AutoparError
 from autopar.jobs.values import typed
-from autopar.jobs.wording import Difference
+from autopar.jobs.wording import OptionDifference
 
 _CODE = re.compile(r"None|[A-Z]\w*(\.\w+)*\(\)")
 """Texts that are Python themselves."""
 
 
-def in_python(text: str, differences: Sequence[Difference], function: str) -> str:
+def in_python(text: str, differences: Sequence[OptionDifference], function: str) -> str:
     """The text of a file with other options: of arguments of calls, and as assignments before the
     configuration is returned. They stand in `function`, or in all functions that return one if it is
     ''. Raises AutoparError if an option has no place there.
     """
-    left: list[Difference] = []
+    left: list[OptionDifference] = []
     for difference in differences:
         if changed := _keyword(text, difference, function):
             text = changed
@@ -28,7 +28,7 @@ def in_python(text: str, differences: Sequence[Difference], function: str) -> st
     return _assigned(text, left, function) if left else text
 
 
-def _keyword(text: str, difference: Difference, function: str) -> str:
+def _keyword(text: str, difference: OptionDifference, function: str) -> str:
     """The text with another keyword argument of a call, as `Call.name` says it; '' if it has no such
     call.
     """
@@ -78,7 +78,7 @@ def _index(text: str, line: int, offset: int) -> int:
     return sum(map(len, lines[: line - 1])) + len(inside)
 
 
-def _assigned(text: str, differences: Sequence[Difference], function: str) -> str:
+def _assigned(text: str, differences: Sequence[OptionDifference], function: str) -> str:
     """The text with assignments before what is returned."""
     returned = list(_returned(text, function))
     if not returned:

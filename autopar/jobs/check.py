@@ -12,13 +12,13 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
-from autopar.jobs.advice import Change, fitting_changes
-from autopar.jobs.pricing import Setting, setting_of
+from autopar.jobs.advice import OptionChange, fitting_changes
+from autopar.jobs.pricing import JobSetting, job_setting
 from autopar.jobs.searching import best_within
 from autopar.jobs.verdicts import held_refusals, no_price, withheld
-from autopar.jobs.wording import Difference
+from autopar.jobs.wording import OptionDifference
 from autopar.jobs.written import like, unlike, written
-from autopar.predict.chances import fit_chance
+from autopar.predict.chances import run_fit_chance
 from autopar.predict.run import RunPrediction
 from autopar.request.arguments import parsed_cluster
 from autopar.targets.from_plan import layers_of, layout_of
@@ -28,7 +28,7 @@ from autopar.targets.target import Target
 from autopar.text.plan_words import short_words
 from autopar.text.units import ms, percent
 
-NO_VERDICT = "no verdict is given on this job"
+_NO_VERDICT = "no verdict is given on this job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class Answer:
     best: Plan | None = None
     bound_s: float = 0.0
     why_no_best: str = ""
-    differences: tuple[Difference, ...] = ()
-    changes: tuple[Change, ...] = ()
+    differences: tuple[OptionDifference, ...] = ()
+    changes: tuple[OptionChange, ...] = ()
     measured_s: float | None = None
-    setting: Setting | None = field(default=None, repr=False, compare=False)
+    setting: JobSetting | None = field(default=None, repr=False, compare=False)
 
     @property
     def refused(self) -> tuple[Finding, ...]:
@@ -146,7 +146,7 @@ def check_job(
     findings = [*job.findings, *_devices_findings(job, spec)]
     answer = Answer(job, target, spec, measured_s=measured_s)
     try:
-        setting = setting_of(job, spec, model, seq)
+        setting = job_setting(job, spec, model, seq)
     except AutoparError as error:
         findings += held_refusals(target, _on_devices(job, spec), spec.num_devices)
         why = str(error)
@@ -160,14 +160,14 @@ def check_job(
         answer, seq=setting.seq, findings=tuple(findings), withheld=withheld(setting.job, gpus)
     )
     if reasons := no_price(setting.job, gpus):
-        return replace(answer, why_not="; ".join(reasons), why_no_best=NO_VERDICT)
+        return replace(answer, why_not="; ".join(reasons), why_no_best=_NO_VERDICT)
     try:
         with deadline.ends_capture("pricing the job's own layout"):
             answer = _priced(answer, setting)
     except AutoparError as error:
         return replace(answer, why_not=str(error), why_no_best=str(error))
     if answer.withheld:
-        return replace(answer, why_no_best=NO_VERDICT)
+        return replace(answer, why_no_best=_NO_VERDICT)
     deadline = deadline.captured(deadline.clock() - deadline.start_s)
     return _advised(answer, setting, deadline) if advise else answer
 
@@ -189,7 +189,7 @@ def _devices_findings(job: Job, cluster: ClusterSpec) -> list[Finding]:
     return [Finding("contradiction", what)]
 
 
-def _priced(answer: Answer, setting: Setting) -> Answer:
+def _priced(answer: Answer, setting: JobSetting) -> Answer:
     """The answer with the price of the job's own layout, or the reason why it has none. Of a job on
     which no verdict is given, the price alone.
     """
@@ -201,11 +201,11 @@ def _priced(answer: Answer, setting: Setting) -> Answer:
     if answer.withheld:
         return answer
     peak = max(plan.predicted.peak_memory_bytes)
-    chance = fit_chance(run, RunPrediction(plan.predicted.step_time_s, peak))
+    chance = run_fit_chance(run, RunPrediction(plan.predicted.step_time_s, peak))
     return replace(answer, fits=peak <= answer.cluster.device.memory_bytes, chance=chance)
 
 
-def _advised(answer: Answer, setting: Setting, deadline: Deadline) -> Answer:
+def _advised(answer: Answer, setting: JobSetting, deadline: Deadline) -> Answer:
     """The answer with advice, as far as the deadline allows: the best plan that can be written into
     the job's file, and single changes if the job may not fit. If no plan is faster, the best one is
     the job's own layout.

@@ -12,43 +12,63 @@ from autopar.jobs.verdicts import open_words
 from autopar.targets.from_plan import job_of_plan
 from autopar.targets.job import Exported, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import even_stages
-from autopar.targets.registry import target_of
+from autopar.targets.registry import TARGETS, target_of
 from autopar.targets.target import Target
 from autopar.text.plan_words import named_cluster
 
 
-def export(plan: Plan, target: str, model: str | None = None) -> Exported:
+def export(plan: Plan, target: str | None = None, model: str | None = None) -> Exported:
     """A plan in the words of another framework.
 
     Args:
         plan: the plan.  One that was made with `target` can always be said.
-        target: the name of the framework.
-        model: a MODEL text, whose dimensions are written too.  By default the plan's model if its name is one.
+        target: the name of the framework.  By default the target that the plan was made for.
+        model: a MODEL text, whose dimensions are written too.  By default the plan's model, if a text names it.
 
     Raises:
-        AutoparError: the target is not known, or it cannot say the plan; the message names the nearest that it can.
+        AutoparError: the target is not known or not given, or it cannot say the plan; the message names the nearest that it can.  Or
+            `model` has other dimensions than the plan's.
     """
     return exported_job(plan, target, model)[1]
 
 
-def exported_job(plan: Plan, target: str, model: str | None = None) -> tuple[Job, Exported]:
+def exported_job(
+    plan: Plan, target: str | None = None, model: str | None = None
+) -> tuple[Job, Exported]:
     """The job of a plan in a target, and its text; arguments and errors as for `export`."""
     cluster = named_cluster(plan)
     per_node = cluster.one_kind.topology.devices_per_node if cluster else None
     nodes_of = min(per_node, plan.mesh.num_devices) if per_node else None
+    if not (target := target or plan.made_for.target):
+        raise AutoparError(
+            f"the plan was made for no other framework: say for which it is to be written; {', '.join(TARGETS)} are known"
+        )
     found = target_of(target)
-    job = job_of_plan(
-        plan, found.name, _shape(model or plan.model_name, model is not None), nodes_of
-    )
+    job = job_of_plan(plan, found.name, _shape_of_plan(plan, model), nodes_of)
     return job, _written(found, job)
+
+
+def _shape_of_plan(plan: Plan, model: str | None) -> ModelShape:
+    """The dimensions of a plan's model, or of the one that is given again. Raises AutoparError if
+    these differ.
+    """
+    own = _shape(plan.made_for.model or plan.model_name, False)
+    if model is None:
+        return own
+    given = _shape(model, True)
+    if plan.made_for.model and given != own:
+        raise AutoparError(
+            f"the plan was made for the model {plan.made_for.model}, and {model} has other dimensions: leave it out, or plan again"
+        )
+    return given
 
 
 def _shape(model: str, asked: bool) -> ModelShape:
     from autopar.models import parse_model
-    from autopar.targets.model_shape import shape_of
+    from autopar.targets.model_shape import shape_of_spec
 
     try:
-        return shape_of(parse_model(model)) or ModelShape()
+        return shape_of_spec(parse_model(model)) or ModelShape()
     except AutoparError:
         if asked:
             raise

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from autopar.errors import AutoparError
 from autopar.jobs.written import unlike
 from autopar.targets.job import Exported, Facts, Job, ModelShape
-from autopar.targets.target import Source, Target
+from autopar.targets.target import SourceFile, Target
 from autopar.targets.unmodelled import whole_job
 
 _MODEL = "the model"
@@ -47,7 +47,7 @@ def lost(target: Target, job: Job, written: Exported) -> tuple[str, ...]:
     writer names itself. Raises AutoparError if the text says other degrees, batches or ZeRO stages,
     cannot be read, or is refused by the framework.
     """
-    again = whole_job(target.read, Source(written.text, written.name))
+    again = whole_job(target.read, SourceFile(written.text, written.name))
     gpus = job.gpus or job.layout.least_gpus
     open_fields = again.unknown
     if not set(_BATCHES).isdisjoint(open_fields):

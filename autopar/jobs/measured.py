@@ -40,7 +40,7 @@ _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class LogSteps:
     """The steps of a log: the framework that wrote it, and what it says of each, in `unit` ('ms' or
     'tokens/s/gpu').
     """
@@ -90,7 +90,7 @@ def measured_step_s(text: str, job: Job, seq: int | None, gpus: int) -> float:
     return job.layout.batch_on(gpus) * length / rate
 
 
-def steps_of(text: str, path: str) -> Steps:
+def steps_of(text: str, path: str) -> LogSteps:
     """The steps in the text of a log; `path` names it in errors. Raises AutoparError without a step,
     and for one that is not above 0.
     """
@@ -104,7 +104,7 @@ def steps_of(text: str, path: str) -> Steps:
                 f"{path} has a step of {worst:g} {unit}, which must be above 0 and below {_MOST:g}: it was damaged; log the run again"
             )
         if values:
-            return Steps(framework, unit, values)
+            return LogSteps(framework, unit, values)
     raise AutoparError(f"{path} has no step in the form of {FORMS}")
 
 

@@ -12,12 +12,12 @@ from autopar.jobs.check import Answer
 from autopar.jobs.report import (
     TITLES,
     alone_words,
+    answer_gap_words,
+    answer_proof_words,
     check_data,
     fit_words,
-    gap_words,
-    layout_words,
+    job_layout_words,
     own_words,
-    proof_words,
 )
 from autopar.report.explained import full_report
 from autopar.report.page import Page, Section, Table
@@ -61,7 +61,7 @@ def _report(answer: Answer) -> Report | None:
 def _verdict(answer: Answer, n: Numbers) -> Section:
     """Whether the job starts, fits, and how long a step is."""
     job, gpus = answer.job, answer.cluster.num_devices
-    lead: list[str | Number] = [f"{layout_words(job.layout, gpus)}. "]
+    lead: list[str | Number] = [f"{job_layout_words(job.layout, gpus)}. "]
     if answer.refused:
         lead.append(f"{answer.target.title} refuses it at start. ")
     if answer.withheld:
@@ -87,7 +87,7 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
         ]  # fmt: skip
     if answer.measured_s is not None:
         lead += [" Measured: ", n.ms("measured_s"), "."]
-    items: list[Words] = [f"Of the gap: {words}."] if (words := gap_words(answer)) else []
+    items: list[Words] = [f"Of the gap: {words}."] if (words := answer_gap_words(answer)) else []
     if answer.job.unpriced:
         items.append(f"Options without a price: {', '.join(answer.job.unpriced)}.")
     return Section("verdict", "Verdict", lead, items=items)
@@ -126,7 +126,7 @@ def _better(answer: Answer, n: Numbers) -> Section:
     else:
         lead += [f"{short_words(best)}: a step takes ", n.ms("best.step_time_s")]
         lead.append(f"{own_words(answer)}.")
-    note = f"{proof_words(answer)}." if answer.bound_s else ""
+    note = f"{answer_proof_words(answer)}." if answer.bound_s else ""
     changed = "\n".join(map(str, answer.differences))
     return Section("better", title, lead, code=changed, note=note.capitalize())
 

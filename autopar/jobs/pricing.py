@@ -14,19 +14,20 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.jobs.shapes import dims_of, spec_of
-from autopar.models.base import ModelSpec
+from autopar.models.base import ModelSpec, NativeSpec
+from autopar.models.moe import MoEConfig
 from autopar.predict.defaults import complete
 from autopar.predict.evaluate import RECOMPUTE_PINS, SCHEDULE_PINS, UNLIMITED_BYTES, case_of
 from autopar.predict.host import waiting_s
-from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
-from autopar.predict.run import Software as RunSoftware
+from autopar.predict.models import run_config
+from autopar.predict.run import Degrees, Dims, Latent, Machine, Precision, Run, RunSoftware
+from autopar.request.options import TOLERANCE
 from autopar.request.pins import EVEN, Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest
+from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import SIXTEEN_BITS, Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
-from autopar.targets.model_shape import shape_of
+from autopar.targets.model_shape import shape_of_spec
 from autopar.targets.registry import target_of
 from autopar.targets.target import Target
 
@@ -35,7 +36,7 @@ _RECOMPUTE = {pin: words for words, pin in RECOMPUTE_PINS.items()}
 
 
 @dataclass(frozen=True)
-class Setting:
+class JobSetting:
     """A job on a cluster, with the model that it trains.
 
     Attributes:
@@ -90,14 +91,14 @@ class Setting:
         recipe = found.state_recipe if facts.precision in SIXTEEN_BITS else None
         return replace(found, state_recipe=recipe, matmul_dtype=None)
 
-    def of(self, job: Job) -> Setting:
+    def of(self, job: Job) -> JobSetting:
         """The setting of another job with the same model, which is not captured again."""
         other = replace(self, job=job, _plans={})
         if "traced" in vars(self):
             vars(other)["traced"] = self.traced
         return other
 
-    def running(self, software: Software) -> Setting:
+    def running(self, software: Software) -> JobSetting:
         """The setting of the same job with other software."""
         other = self.of(self.job)
         vars(other)["software"] = software
@@ -115,7 +116,7 @@ class Setting:
         """The plan with a layout, on devices with unlimited memory. Raises AutoparError if it cannot
         be priced.
         """
-        pins = pins_of(layout, self.gpus, self.job.shape.layers)
+        pins = layout_pins(layout, self.gpus, self.job.shape.layers)
         key = tuple(pins.items()), layout.batch_on(self.gpus)
         if key not in self._plans:
             request = self.request_of(layout, unlimited(self.cluster))
@@ -147,7 +148,7 @@ class Setting:
 
     def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
         """The request for the plan with a layout on a cluster with as many devices."""
-        pins = pins_of(layout, self.gpus, self.job.shape.layers)
+        pins = layout_pins(layout, self.gpus, self.job.shape.layers)
         return self._request(Pins.of(pins), layout.batch_on(self.gpus), cluster)
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
@@ -167,9 +168,9 @@ class Setting:
         return PlanRequest(cluster, batch, pin, precision, False, name, software=self.software)
 
 
-def setting_of(
+def job_setting(
     job: Job, cluster: ClusterSpec, model: str | None = None, seq: int | None = None
-) -> Setting:
+) -> JobSetting:
     """The setting of a job. `model` (a MODEL text) and `seq` replace what the file says. Raises
     AutoparError if the framework is not known, or if the model or the length of sequences cannot be
     determined.
@@ -180,7 +181,7 @@ def setting_of(
     length = seq or job.seq or (spec.max_seq if spec else 0)
     if not length:
         raise AutoparError("the tokens of a sequence cannot be determined: give --seq")
-    shape = job.shape if spec is None else shape_of(spec) or ModelShape()
+    shape = job.shape if spec is None else shape_of_spec(spec) or ModelShape()
     target = target_of(job.framework)
 
     def on_cluster(of: Job) -> Job:
@@ -195,7 +196,7 @@ def setting_of(
         return replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
 
     known = replace(on_cluster(job), others=tuple(map(on_cluster, job.others)))
-    return Setting(known, target, cluster, spec or spec_of(shape, length))
+    return JobSetting(known, target, cluster, spec or spec_of_shape(shape, length))
 
 
 def unlimited(cluster: ClusterSpec) -> ClusterSpec:
@@ -203,7 +204,7 @@ def unlimited(cluster: ClusterSpec) -> ClusterSpec:
     return replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
 
 
-def pins_of(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
+def layout_pins(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
     """The pins that fix a layout on `gpus` devices, for a model with `layers` layers."""
     dp = layout.dp_on(gpus)
     number = layout.micro_batches_on(gpus)
@@ -240,7 +241,7 @@ def mode_of(layout: Layout, layers: int) -> str:
     return f"every-{every}" if every > 1 else "full"
 
 
-def run_of(setting: Setting, by: Layout) -> Run:
+def run_of(setting: JobSetting, by: Layout) -> Run:
     """A job with the layout `by` as a run of `autopar predict`. Raises AutoparError for a layout that
     no framework can start.
     """
@@ -324,7 +325,7 @@ def _sharding(by: Layout, target: Target) -> str:
     return "hsdp" if name == "fsdp" and by.copies > 1 else name
 
 
-def _stand_in(setting: Setting, by: Layout) -> Dims:
+def _stand_in(setting: JobSetting, by: Layout) -> Dims:
     """Dimensions for the tables of predictions if those of the model are not known: only whether
     fields apply depends on them.
     """
@@ -343,3 +344,61 @@ def _stand_in(setting: Setting, by: Layout) -> Dims:
         "rope",
         "swiglu",
     )
+
+
+def dims_of(shape: ModelShape, seq: int) -> Dims:
+    """The dimensions that predictions use, for sequences of `seq` tokens. Raises AutoparError if the
+    shape lacks any, or no reference model has them.
+    """
+    if shape.lacking:
+        raise AutoparError(
+            f"the model's {', '.join(shape.lacking)} cannot be determined: give --model, such as llama3-8b or hf:config.json"
+        )
+    plain = shape.heads * shape.head_dim == shape.hidden and shape.kv_heads in (0, shape.heads)
+    family = "moe" if shape.experts else "gpt" if plain and not shape.gated else "llama"
+    moe_ffn = shape.moe_ffn or shape.ffn
+    return Dims(
+        family=family,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads or shape.heads,
+        head_dim=shape.head_dim or shape.hidden // shape.heads,
+        ffn=shape.ffn or 4 * shape.hidden,
+        vocab=shape.vocab,
+        seq=seq,
+        tied_embeddings=shape.tied,
+        positions=shape.positions,
+        activation={"gpt": "gelu", "moe": "swiglu"}.get(
+            family, "swiglu" if shape.gated else "relu2"
+        ),
+        experts=shape.experts,
+        top_k=shape.top_k,
+        moe_ffn=moe_ffn if shape.experts else 0,
+        shared_experts=-(-shape.shared_ffn // moe_ffn) if shape.experts else 0,
+        first_dense=shape.first_dense or _dense_layers(shape),
+        mla=_latent(shape),
+        mtp=shape.mtp if shape.experts else 0,
+    )
+
+
+def _latent(shape: ModelShape) -> Latent | None:
+    if not shape.latent or not shape.experts:
+        return None
+    query, *rest = shape.latent
+    return Latent(query or shape.hidden, *rest)
+
+
+def spec_of_shape(shape: ModelShape, seq: int) -> NativeSpec:
+    """The spec of a reference model with these dimensions. Raises AutoparError as `dims_of`."""
+    config = run_config(dims_of(shape, seq))
+    if isinstance(config, MoEConfig) and shape.expert_layers:
+        config = replace(config, first_dense=0, expert_layers=shape.expert_layers)
+    return NativeSpec.of("the job's model", config)
+
+
+def _dense_layers(shape: ModelShape) -> int:
+    """How many layers have no experts, where they alternate with others; one fewer if all have none."""
+    bits = shape.expert_layers
+    whole = (bits * shape.layers)[: shape.layers]
+    return min(whole.count("0"), max(shape.layers - 1, 0))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.jobs.check import Answer
-from autopar.request.plan_request import TOLERANCE
+from autopar.request.options import TOLERANCE
 from autopar.targets.job import Layout
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, short_words
 from autopar.text.tables import grid
@@ -33,7 +33,7 @@ def check_table(answer: Answer) -> Group:
 
 
 def _tables(answer: Answer) -> Iterator[Any]:
-    by = layout_words(answer.job.layout, answer.cluster.num_devices)
+    by = job_layout_words(answer.job.layout, answer.cluster.num_devices)
     yield grid(
         "",
         ("", ""),
@@ -70,7 +70,7 @@ def _findings(title: str, rows: list[tuple[str, str, str]], last: str) -> Any:
     return grid(title, [names[n] for n in kept], [[row[n] for n in kept] for row in rows])
 
 
-def layout_words(by: Layout, gpus: int) -> str:
+def job_layout_words(by: Layout, gpus: int) -> str:
     """A layout in one line: degrees above 1, batches, and what is on."""
     degrees = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp_on(gpus), "ep": by.ep}
     words = [f"{name}={size}" for name, size in degrees.items() if size > 1]
@@ -112,7 +112,7 @@ def _summary(answer: Answer) -> Iterator[tuple[str, str]]:
             "measured",
             f"{ms(answer.measured_s)}: {answer.measured_s / predicted.step_time_s:.2f} times the prediction",
         )
-        yield "of the gap", gap_words(answer)
+        yield "of the gap", answer_gap_words(answer)
 
 
 def fit_words(answer: Answer) -> str:
@@ -128,7 +128,7 @@ def alone_words(answer: Answer) -> str:
     return "training alone" if beside else "without these parts"
 
 
-def gap_words(answer: Answer) -> str:
+def answer_gap_words(answer: Answer) -> str:
     """How much of the time above the best plan the layout explains, and what is left."""
     if answer.gap is None:
         return ""
@@ -200,7 +200,7 @@ def _best_lines(answer: Answer) -> Iterator[str]:
     else:
         yield f"{short_words(best)}: {ms(step_s)}, {size}{own_words(answer)}"
     if answer.bound_s:
-        yield proof_words(answer)
+        yield answer_proof_words(answer)
     yield from (f"  {difference}" for difference in answer.differences)
 
 
@@ -216,7 +216,7 @@ def own_words(answer: Answer) -> str:
     return f"; the job's layout, which {why}, takes {percent(-more)} less"
 
 
-def proof_words(answer: Answer) -> str:
+def answer_proof_words(answer: Answer) -> str:
     """What is proved about the best plan of an answer. The search does not count the host."""
     assert answer.best is not None
     predicted = answer.best.predicted

@@ -9,10 +9,10 @@ from typing import Any
 from autopar.errors import AutoparError, NoLayout, NoPlanFits
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
-from autopar.jobs.pricing import Setting
+from autopar.jobs.pricing import JobSetting
 from autopar.jobs.written import has_verdict, like
 from autopar.planning.searches import Searches
-from autopar.request.plan_request import TOLERANCE
+from autopar.request.options import TOLERANCE
 from autopar.request.restriction import Limit, Restriction
 from autopar.request.software import Software
 from autopar.targets.job import Layout
@@ -22,7 +22,7 @@ _Kind = tuple[int, bool, bool]
 """(ZeRO stage, whether tp is above 1, whether pp is above 1): what software depends on."""
 
 
-def best_within(setting: Setting, deadline: Deadline) -> tuple[Plan, float]:
+def best_within(setting: JobSetting, deadline: Deadline) -> tuple[Plan, float]:
     """(the best plan, the lower bound of all plans in seconds, 0 if nothing is proved). Plans are
     those that the framework of a setting can run and the file of its job can say. The step of the
     plan has the time in which devices wait for the host; the bound has not. Layouts with the same
@@ -60,11 +60,11 @@ def _none_fits(error: AutoparError) -> bool:
     return isinstance(error, NoPlanFits) and error.proven
 
 
-def _bounded(plan: Plan, setting: Setting) -> tuple[Plan, float]:
+def _bounded(plan: Plan, setting: JobSetting) -> tuple[Plan, float]:
     return setting.with_host(plan), plan.certificate.bound_s
 
 
-def _groups(setting: Setting) -> dict[frozenset[_Kind], Setting]:
+def _groups(setting: JobSetting) -> dict[frozenset[_Kind], JobSetting]:
     """Settings by the kinds of layouts that have their software."""
     job, held = setting.job, setting.held
     zeros = [held["zero"]] if "zero" in held else [0, *(s for s in setting.target.zero if s)]
@@ -91,7 +91,7 @@ def _within(restriction: Restriction, kinds: frozenset[_Kind]) -> Restriction:
     return replace(restriction, limits=(*restriction.limits, limit))
 
 
-def in_file(setting: Setting) -> Restriction:
+def in_file(setting: JobSetting) -> Restriction:
     """What the framework of a setting can run, and the file of its job can say."""
     job, target = setting.job, setting.target
     restriction = target.restriction(job.shape, setting.seq)
@@ -105,7 +105,7 @@ def in_file(setting: Setting) -> Restriction:
 class _Words:
     """What the file of a setting's job can say of the layouts of a search."""
 
-    setting: Setting
+    setting: JobSetting
     restriction: Restriction
     counted: dict[tuple[object, ...], bool] = field(default_factory=dict)
 

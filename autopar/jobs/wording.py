@@ -44,7 +44,7 @@ SCRIPT_FILE = SCRIPT.removesuffix(": ")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class OptionDifference:
     """An option of the framework that another layout sets otherwise.
 
     Attributes:
@@ -80,16 +80,16 @@ class _Speller:
     target: Target
     job: Job
 
-    def difference(self, name: str, now: str, then: str) -> Difference:
+    def difference(self, name: str, now: str, then: str) -> OptionDifference:
         """An option that changes, with the file in which it stands."""
         if name.startswith(SCRIPT):
-            return Difference(name.removeprefix(SCRIPT), now, then, SCRIPT_FILE)
+            return OptionDifference(name.removeprefix(SCRIPT), now, then, SCRIPT_FILE)
         option = self.option(name)
         file = self.job.file
         for part in file.parts if file is not None else ():
             if option.startswith(f"{part.under}."):
-                return Difference(option.removeprefix(f"{part.under}."), now, then, part.name)
-        return Difference(option, now, then)
+                return OptionDifference(option.removeprefix(f"{part.under}."), now, then, part.name)
+        return OptionDifference(option, now, then)
 
     def path(self, name: str) -> str:
         """The path of an option in the file; '' if it is not there."""
@@ -191,7 +191,7 @@ def _dashed(path: str) -> str:
 
 def differences(
     target: Target, now: Job, then: Job, explicit: bool = False
-) -> tuple[Difference, ...]:
+) -> tuple[OptionDifference, ...]:
     """The options in which two jobs differ, in the framework's form, and in the spelling and release
     of the file of `now`. () if it cannot say one of them. `explicit`: also options that the file
     leaves to a default, and that both jobs set alike.
@@ -226,7 +226,7 @@ def _said(words: Callable[[Job], Mapping[str, str]], job: Job) -> Mapping[str, s
 
 def _told(
     speller: _Speller, before: Mapping[str, str], after: Mapping[str, str], changed: set[str]
-) -> Iterator[Difference]:
+) -> Iterator[OptionDifference]:
     aspects = [a for a in speller.target.aspects if changed & set(a.fields)]
     for name in _names(speller, before, after):
         if speller.target.aspects and not any(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.jobs.applied import applied
-from autopar.jobs.pricing import Setting
+from autopar.jobs.pricing import JobSetting
 from autopar.jobs.verdicts import unlaid_experts
-from autopar.jobs.wording import SCRIPT_FILE, Difference, differences
+from autopar.jobs.wording import SCRIPT_FILE, OptionDifference, differences
 from autopar.targets.job import Job, Layout
 
 
@@ -23,8 +23,8 @@ class Written:
         setting: the setting of the job as it is read from the file with these options.
     """
 
-    differences: tuple[Difference, ...]
-    setting: Setting
+    differences: tuple[OptionDifference, ...]
+    setting: JobSetting
 
     @property
     def plan(self) -> Plan:
@@ -34,7 +34,7 @@ class Written:
         return self.setting.with_host(self.setting.plan_of(self.setting.job.layout))
 
 
-def written(setting: Setting, layout: Layout) -> Written | None:
+def written(setting: JobSetting, layout: Layout) -> Written | None:
     """A layout in the file of a setting's job, with which it starts. None if the file cannot say it,
     or if the framework refuses it there.
     """
@@ -44,7 +44,7 @@ def written(setting: Setting, layout: Layout) -> Written | None:
     return None
 
 
-def has_verdict(setting: Setting, layout: Layout) -> bool | None:
+def has_verdict(setting: JobSetting, layout: Layout) -> bool | None:
     """Whether the file of a setting's job, with a layout, can have a verdict if the job can: some
     options count only with certain degrees. None if the file has no place for the layout.
     """
@@ -59,7 +59,7 @@ def has_verdict(setting: Setting, layout: Layout) -> bool | None:
     return found
 
 
-def _told(setting: Setting, layout: Layout) -> Iterator[tuple[Difference, ...]]:
+def _told(setting: JobSetting, layout: Layout) -> Iterator[tuple[OptionDifference, ...]]:
     """The ways to tell a layout: without and with options that the file leaves to a default."""
     job = setting.job
     for explicit in (False, True):
@@ -67,7 +67,7 @@ def _told(setting: Setting, layout: Layout) -> Iterator[tuple[Difference, ...]]:
             yield told
 
 
-def started(setting: Setting, layout: Layout, told: tuple[Difference, ...]) -> Job | None:
+def started(setting: JobSetting, layout: Layout, told: tuple[OptionDifference, ...]) -> Job | None:
     """The job that starts if these differences are written into the file of a setting's job. The file
     is read again, says the layout, and is not refused. It can have a verdict if the job can. None if
     it does not start. A job without a file must not be refused.
@@ -81,7 +81,9 @@ def started(setting: Setting, layout: Layout, told: tuple[Difference, ...]) -> J
     return None if refused or other or _opens(known, job) or unlaid_experts(known, gpus) else known
 
 
-def _read_with(setting: Setting, layout: Layout, told: tuple[Difference, ...]) -> Job | None:
+def _read_with(
+    setting: JobSetting, layout: Layout, told: tuple[OptionDifference, ...]
+) -> Job | None:
     """The job of a file with other options, with the model of a setting; None if it has no place for
     them, or cannot be read then.
     """
@@ -103,7 +105,7 @@ def _opens(job: Job, before: Job) -> bool:
     return bool(set(job.unknown) - set(before.unknown) or parts - known)
 
 
-def _of_model(job: Job, setting: Setting) -> Job:
+def _of_model(job: Job, setting: JobSetting) -> Job:
     """A job, and all that it may be, with the model, length and devices of a setting."""
     shape, seq, stages = setting.job.shape, setting.job.seq, setting.target.stages
     others = tuple(_of_model(other, setting) for other in job.others)

@@ -14,7 +14,11 @@ from .published import PublishedModel, published_models
 
 NativeConfig = GPTConfig | LlamaConfig | MoEConfig
 
-FAMILIES: dict[str, type[NativeConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig, "moe": MoEConfig}
+FAMILY_CONFIGS: dict[str, type[NativeConfig]] = {
+    "gpt": GPTConfig,
+    "llama": LlamaConfig,
+    "moe": MoEConfig,
+}
 """The configurations of this package's families, by name."""
 
 
@@ -22,11 +26,11 @@ def _config(model: PublishedModel) -> NativeConfig:
     dims: dict[str, Any] = {"max_seq": model.seq} | dict(model.dims)
     if "mla" in dims:
         dims["mla"] = MLADims(**dims["mla"])
-    return FAMILIES[model.kind](**dims)
+    return FAMILY_CONFIGS[model.kind](**dims)
 
 
 CONFIGS: dict[str, NativeConfig] = {
     name: _config(model)
     for name, model in published_models().items()
-    if model.kind in FAMILIES and not model.is_hf
+    if model.kind in FAMILY_CONFIGS and not model.is_hf
 }

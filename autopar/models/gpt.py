@@ -31,8 +31,8 @@ from .common import (
     shifted_loss,
 )
 
-POSITIONS = ("learned", "alibi", "none")
-ACTIVATIONS = ("gelu", "relu2")
+_POSITIONS = ("learned", "alibi", "none")
+_ACTIVATIONS = ("gelu", "relu2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GPTConfig:
     """Dimensions of a GPT model. `ffn=None` means 4 * hidden; `max_seq` is the number of learned
     positions.
 
-    `positions` is one of `POSITIONS`, `activation` one of `ACTIVATIONS`. With `window` > 0 a query
+    `positions` is one of `_POSITIONS`, `activation` one of `_ACTIVATIONS`. With `window` > 0 a query
     sees at most that many keys, including itself. A `parallel_block` is x + attention(norm(x)) +
     mlp(norm(x)), with one norm. `fused_attention=False` computes attention as two products and a
     softmax.
@@ -68,7 +68,7 @@ class GPTConfig:
         check_heads("gpt", self.hidden, self.heads)
         if not 0.0 <= self.dropout < 1.0:
             raise AutoparError(f"gpt: dropout={self.dropout} must be at least 0 and below 1.")
-        for name, known in (("positions", POSITIONS), ("activation", ACTIVATIONS)):
+        for name, known in (("positions", _POSITIONS), ("activation", _ACTIVATIONS)):
             if getattr(self, name) not in known:
                 raise AutoparError(
                     f"gpt: {name}={shown(getattr(self, name))} is not known; {', '.join(known)} are."

@@ -384,6 +384,14 @@ class HFSpec(ModelSpec):
         return cls.from_dict(f"hf:{path}", _read_config(path))
 
     @classmethod
+    def of_json(cls, text: str) -> HFSpec:
+        """The spec of the text of a config.json, named by its kind of model. Raises AutoparError as
+        `of`.
+        """
+        found = _parsed_config(text, "hf:{...}", "the text")
+        return cls.from_dict(found["model_type"], found)
+
+    @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
         """The spec called `name` of a config.json's contents, which must have 'model_type'. Sizes
         that the config does not have, or has as -1 (no limit), are 0. Raises AutoparError if transformers rejects the config,
@@ -492,13 +500,20 @@ def _read_config(path: str) -> dict[str, Any]:
         raise AutoparError(
             f"hf:{path}: no file {file}; give a config.json or the directory that holds it (nothing is downloaded)."
         )
+    return _parsed_config(read_text(file, "config"), f"hf:{path}", str(file))
+
+
+def _parsed_config(text: str, model: str, where: str) -> dict[str, Any]:
+    """The contents of a config.json with this text, which is from `where`, of a `model`. Raises
+    AutoparError if it is none.
+    """
     try:
-        contents = json.loads(read_text(file, "config"))
+        contents = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AutoparError(f"hf:{path}: {file} is not valid JSON: {error}") from error
+        raise AutoparError(f"{model}: {where} is not valid JSON: {error}") from error
     if not isinstance(contents, dict) or not isinstance(contents.get("model_type"), str):
         raise AutoparError(
-            f'hf:{path}: {file} has no "model_type" (such as "llama"), so it is not a transformers config.'
+            f'{model}: {where} has no "model_type" (such as "llama"), so it is not a transformers config.'
         )
     return contents
 

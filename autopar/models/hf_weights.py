@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 
 from .hf import hf_models
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 Read = Callable[[str], Tensor]
 
 
@@ -39,7 +39,7 @@ class Recipe:
     """
 
     sources: tuple[str, ...]
-    shapes: Mapping[str, Shape | None]
+    shapes: Mapping[str, _Shape | None]
     rows: int
     convert: Callable[[Sequence[str], Read], Mapping[str, Tensor]]
 
@@ -52,7 +52,7 @@ class Recipe:
         return [name for index, name in enumerate(self.sources) if index in wanted]
 
 
-def recipes(model: nn.Module, shapes: Mapping[str, Shape]) -> tuple[list[Recipe], list[str]]:
+def recipes(model: nn.Module, shapes: Mapping[str, _Shape]) -> tuple[list[Recipe], list[str]]:
     """How a model's tensors are made of files that hold tensors of these shapes, by name.
 
     Tensors of transformers models inside `model` are found by transformers' conversion tables.
@@ -86,7 +86,7 @@ def recipes(model: nn.Module, shapes: Mapping[str, Shape]) -> tuple[list[Recipe]
     return made, [name for name in left if name not in own]
 
 
-def _as_is(target: str, source: str, shape: Shape) -> Recipe:
+def _as_is(target: str, source: str, shape: _Shape) -> Recipe:
     return Recipe((source,), {target: shape}, 0, lambda names, read: {target: read(source)})
 
 
@@ -108,7 +108,7 @@ def _below(recipe: Recipe, start: str, start_in_files: str) -> Recipe:
     )
 
 
-def _of_transformers(model: Any, shapes: Mapping[str, Shape]) -> tuple[list[Recipe], set[str]]:
+def _of_transformers(model: Any, shapes: Mapping[str, _Shape]) -> tuple[list[Recipe], set[str]]:
     """(recipes, unknown names) of one transformers model, after its loader
     `convert_and_load_state_dict_in_model`. `shapes` has the files' tensors by name. Names that
     transformers ignores are not unknown.
@@ -160,7 +160,7 @@ def _converted(
     target: str,
     converter: Any,
     patterns: Mapping[str, str],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, _Shape],
 ) -> Recipe:
     """The `Recipe` of one use of a converter of transformers, which makes the tensor `target` and
     perhaps others. `patterns` has the converter's pattern that each source matched; `shapes` the
@@ -181,7 +181,7 @@ def _converted(
 
     known = {name: shapes[name] for name in patterns}
     if quantizer is not None:
-        made: Mapping[str, Shape | None] = {target: None}
+        made: Mapping[str, _Shape | None] = {target: None}
     else:
         on_meta = convert(list(known), lambda name: torch.empty(known[name], device="meta"))
         made = {name: tuple(tensor.shape) for name, tensor in on_meta.items()}

@@ -27,7 +27,7 @@ from .common import (
     shifted_loss,
 )
 
-ACTIVATIONS = ("swiglu", "relu2")
+_ACTIVATIONS = ("swiglu", "relu2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class LlamaConfig:
     activation: str = "swiglu"
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
+        if self.activation not in _ACTIVATIONS:
             raise AutoparError(
-                f"llama: activation={shown(self.activation)} is not known; {', '.join(ACTIVATIONS)} are."
+                f"llama: activation={shown(self.activation)} is not known; {', '.join(_ACTIVATIONS)} are."
             )
         check_fields("llama", self, "vocab hidden layers heads kv_heads ffn max_seq")
         check_attention_extras("llama", self.head_width, self.window, self.window_every)

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from .published import ALIASES, published_models
 
-MOST_SUGGESTIONS = 6
+_MOST_SUGGESTIONS = 6
 
-Words = tuple[str, ...]
+_Words = tuple[str, ...]
 
 REPOSITORIES = {
     "bloom": "bloom-176b",
@@ -75,7 +75,7 @@ def near_models(text: str) -> list[str]:
     words = _words(name.removeprefix("meta-"))
     begins = [model for key, model in _by_words().items() if words and key[: len(words)] == words]
     close = difflib.get_close_matches(name, [*published_models(), *ALIASES], n=3, cutoff=0.5)
-    return list(dict.fromkeys([*begins, *close]))[:MOST_SUGGESTIONS]
+    return list(dict.fromkeys([*begins, *close]))[:_MOST_SUGGESTIONS]
 
 
 def _named(name: str) -> str | None:
@@ -98,19 +98,19 @@ def _named(name: str) -> str | None:
     return None
 
 
-def _words(name: str) -> Words:
+def _words(name: str) -> _Words:
     """The words and numbers of a name: `llama3.1-8b` -> ('llama', '3.1', '8', 'b')."""
     return tuple(re.findall(r"[a-z]+|\d+(?:\.\d+)*", name))
 
 
 @lru_cache(maxsize=1)
-def _by_words() -> dict[Words, str]:
+def _by_words() -> dict[_Words, str]:
     names = {name: name for name in published_models()} | ALIASES | REPOSITORIES
     return {_words(name): model for name, model in names.items()}
 
 
 @lru_cache(maxsize=1)
-def _by_flat_words() -> dict[Words, str]:
+def _by_flat_words() -> dict[_Words, str]:
     """Models by their words where the points of numbers are separators: `qwen2-5-7b`."""
     return {
         tuple(part for word in words for part in word.split(".")): model

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from autopar.errors import AutoparError, shown
 
 from .base import ModelSpec, NativeSpec
-from .configs import CONFIGS, FAMILIES, NativeConfig
+from .configs import CONFIGS, FAMILY_CONFIGS, NativeConfig
 from .diffusion import DiffusionSpec, DiTConfig, FluxConfig
 from .function import FunctionSpec
 from .hf import HFSpec
@@ -49,7 +52,7 @@ def parse_model(text: str) -> ModelSpec:
       moe. Optional keys are ffn, seq, window, tied=true|false; for gpt positions=learned|alibi|none
       and parallel_block; for the others kv_heads, head_dim and window_every; for moe experts,
       top_k, shared_ffn, first_dense, dense_ffn and mtp.
-    - A Hugging Face config: `hf:path`, where path is a config.json or its directory.
+    - A Hugging Face config: `hf:path`, where path is a config.json or its directory, or the JSON text itself.
     - A user's function: `module:function`.
     """
     if not isinstance(text, str):
@@ -64,7 +67,7 @@ def parse_model(text: str) -> ModelSpec:
     if head in _KEYS:
         return NativeSpec.of(text, _parse_dimensions(head, rest))
     if head == "hf":
-        return _of_folder(rest)
+        return HFSpec.of_json(rest) if rest.startswith("{") else _of_folder(rest)
     if "=" in rest:
         near = difflib.get_close_matches(head, _KEYS, n=1, cutoff=0.3)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -72,6 +75,28 @@ def parse_model(text: str) -> ModelSpec:
             f"Unknown model family '{head}'; the families are {', '.join(_KEYS)}{hint}"
         )
     return FunctionSpec.of(text)
+
+
+def text_of_model(model: nn.Module) -> str:
+    """The text by which `parse_model` builds such a model, whatever its weights: a named
+    model, dimensions, or a Hugging Face config. '' if there is none.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict"):
+        data = {"model_type": config.model_type} | config.to_diff_dict()
+        return f"hf:{json.dumps(data, sort_keys=True, default=str)}"
+    for family, make in FAMILY_CONFIGS.items():
+        if type(config) is make:
+            named = (name for name, known in CONFIGS.items() if known == config)
+            return next(named, "") or _dimensions(family, config)
+    return ""
+
+
+def _dimensions(family: str, config: NativeConfig) -> str:
+    """The text of the dimensions of a config; '' if it has others than texts say."""
+    values = {key: getattr(config, field) for key, field in _KEYS[family].items()}
+    said = ",".join(f"{key}={value}" for key, value in values.items() if value not in (None, 0, ""))
+    return f"{family}:{said}" if _parse_dimensions(family, said) == config else ""
 
 
 DIFFUSION: dict[str, type[DiTConfig] | type[FluxConfig]] = {"dit": DiTConfig, "flux": FluxConfig}
@@ -108,7 +133,7 @@ def _unknown_name(text: str) -> str:
 
 
 def _parse_dimensions(family: str, text: str) -> NativeConfig:
-    make, keys = FAMILIES[family], _KEYS[family]
+    make, keys = FAMILY_CONFIGS[family], _KEYS[family]
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autopar.ir.calls import op_name
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.kinds import Rule, keep_dims, last_dims, whole, words
+from autopar.ops.kinds import OpRule, keep_dims, last_dims, unsharded, words
 
 LOCAL_GROUPS = "local_groups"
 """The lowering for ops with an argument for the number of channel groups. A rank with some of the
@@ -89,7 +89,7 @@ def _instance_norm(call: Call) -> OpDims:
     and channel. Running statistics would mix samples; the op then stays whole.
     """
     if call.arg("running_mean") is not None:
-        return whole(call)
+        return unsharded(call)
     x, *per_channel = call.tensors
     letters = ("n", "c", *(f"!s{k}" for k in range(x.dim() - 2)))
     out = ("n", "c", *(f"!r{k}" for k in range(x.dim() - 2)))
@@ -101,11 +101,11 @@ def _instance_norm(call: Call) -> OpDims:
     )
 
 
-def _spatial(space: int, linear: bool) -> Rule:
+def _spatial(space: int, linear: bool) -> OpRule:
     return keep_dims(last_dims(space), linear=linear, even=True)
 
 
-def _spatial_gradient(space: int) -> Rule:
+def _spatial_gradient(space: int) -> OpRule:
     """A rule for the gradient of an op over the last `space` dims, which cannot be sharded. All
     operands have the other dims, and the op is linear in the first, the gradient of the result.
     """
@@ -124,7 +124,7 @@ def _spatial_gradient(space: int) -> Rule:
     return rule
 
 
-CONVOLUTIONS: dict[str, Rule] = {
+CONVOLUTIONS: dict[str, OpRule] = {
     **dict.fromkeys(
         words(
             "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"

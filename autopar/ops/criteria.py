@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from autopar.ops.dims import Call, Letters, OpDims
-from autopar.ops.kinds import Rule, same, whole, words
+from autopar.ops.kinds import OpRule, same, unsharded, words
 
 _MEAN = 1
 _SUM = 2
@@ -18,7 +18,7 @@ _SUM = 2
 def _elementwise_loss(call: Call) -> OpDims:
     reduction = call.arg("reduction", _MEAN)
     if reduction == _MEAN:
-        return whole(call)
+        return unsharded(call)
     rank = max(t.dim() for t in call.tensors)
     sizes: dict = {f"d{k}": 1 for k in range(rank)}
     for t in call.tensors:
@@ -46,7 +46,7 @@ def _class_loss(call: Call) -> OpDims:
     source, target, *weight = call.tensors
     reduction = call.arg("reduction", _MEAN)
     if reduction == _MEAN or source.dim() < 2 or target.dim() != source.dim() - 1:
-        return whole(call)
+        return unsharded(call)
     tokens = tuple(f"d{k}" for k in range(target.dim()))
     summed = reduction == _SUM
     return OpDims(
@@ -63,7 +63,7 @@ def _row_loss(call: Call) -> OpDims:
     dim 0 of every tensor that has that many, except `weight`.
     """
     if call.arg("reduction", _MEAN) != 0 or call.results[0].dim() != 1:
-        return whole(call)
+        return unsharded(call)
     rows, weight = call.results[0].shape[0], call.arg("weight")
 
     def letters(operand: Node) -> Letters:
@@ -77,7 +77,7 @@ def _row_loss(call: Call) -> OpDims:
     return OpDims(inputs, (("n",),), {"n": rows})
 
 
-CRITERIA: dict[str, Rule] = {
+CRITERIA: dict[str, OpRule] = {
     **dict.fromkeys(
         words("""
         mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.kinds import Rule, keep_dims, pointwise, whole, words
+from autopar.ops.kinds import OpRule, keep_dims, pointwise, unsharded, words
 
 
 def _additive(call: Call) -> OpDims:
@@ -40,7 +40,7 @@ def _prelu(call: Call) -> OpDims:
 
 
 def _one_hot(call: Call) -> OpDims:
-    return keep_dims(lambda c: [])(call) if (call.arg("num_classes", -1)) >= 0 else whole(call)
+    return keep_dims(lambda c: [])(call) if (call.arg("num_classes", -1)) >= 0 else unsharded(call)
 
 
 _NONLINEAR = words("""
@@ -55,7 +55,7 @@ _NONLINEAR = words("""
     zeros_like ones_like full_like empty_like fill dropout addcmul addcdiv rsub
 """)
 
-ELEMENTWISE: dict[str, Rule] = {
+ELEMENTWISE: dict[str, OpRule] = {
     "add": _additive,
     "sub": _additive,
     "mul": pointwise(linear=((0,), (1,))),

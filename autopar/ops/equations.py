@@ -12,12 +12,12 @@ import re
 
 from autopar.errors import AutoparError
 from autopar.ops.dims import Call, OpDims, einsum
-from autopar.ops.kinds import Rule, same
+from autopar.ops.kinds import OpRule, same
 
 _LETTER = re.compile(r"!?[A-Za-z_]\w*(\.\.)?")
 
 
-def equation_rule(name: str, text: str) -> Rule:
+def equation_rule(name: str, text: str) -> OpRule:
     """A function from a call of the op `name` to its `OpDims`, as the equation `text` says. Raises
     AutoparError if the text is invalid; the function raises it if a call does not match.
     """

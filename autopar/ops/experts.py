@@ -11,7 +11,7 @@ from autopar.ops.dims import Call, JointSharding, OpDims
 ROUTED_EXPERTS = "autopar::routed_experts"
 
 
-def routed_experts(call: Call) -> OpDims:
+def routed_experts_rule(call: Call) -> OpDims:
     """How routed_experts may be sharded: x (t, h), index (t, k), weights (t, k), up (e, w, h),
     up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
 

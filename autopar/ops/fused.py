@@ -19,10 +19,10 @@ import autopar_kernels.softmax  # noqa: F401 (all register ops)
 
 from autopar.ir.calls import argument_names
 from autopar.ops.dims import Call, OpDims, is_symbolic
-from autopar.ops.kinds import Rule, same
+from autopar.ops.kinds import OpRule, same
 
 
-def present(call: Call, *names: str) -> list[str]:
+def _present(call: Call, *names: str) -> list[str]:
     """Those of `names` that are arguments of the call and not None or false, in the order of its
     schema.
     """
@@ -35,7 +35,7 @@ def _norm(call: Call) -> OpDims:
     """
     x = call.tensors[0]
     letters = (*(f"d{k}" for k in range(x.dim() - 1)), "!n")
-    given = present(call, "x", "residual", "gate", "weight", "bias")
+    given = _present(call, "x", "residual", "gate", "weight", "bias")
     inputs = tuple(("!n",) if name in ("weight", "bias") else letters for name in given)
     sizes = dict(zip(letters, x.shape, strict=True))
     return OpDims(inputs, (letters,) * len(call.results), sizes)
@@ -79,7 +79,7 @@ def _rotary(call: Call) -> OpDims:
     table = (batch, "t", "!c") if call.arg("positions") is None else ("!p", "!c")
     terms = {"x": letters, "cos": table, "sin": table, "positions": ("b", "t")}
     return OpDims(
-        tuple(terms[name] for name in present(call, *terms)),
+        tuple(terms[name] for name in _present(call, *terms)),
         (letters,),
         dict(zip(letters, x, strict=True)),
         linear=(frozenset({0}),),
@@ -100,7 +100,7 @@ def _softmax(call: Call) -> OpDims:
             letter if same(size, of) else f"!m{k}" for k, (size, letter, of) in enumerate(own)
         )
     return OpDims(
-        tuple(terms[name] for name in present(call, *terms)),
+        tuple(terms[name] for name in _present(call, *terms)),
         (letters,),
         dict(zip(letters, scores, strict=True)),
     )
@@ -117,7 +117,7 @@ def _cross_entropy(call: Call) -> OpDims:
     terms = {"logits": (*tokens, classes), "target": tokens, "weight": ("!w",)}
     special = {"v": "vocab_parallel_statistics"} if classes == "v" else {}
     return OpDims(
-        tuple(terms[name] for name in present(call, *terms)),
+        tuple(terms[name] for name in _present(call, *terms)),
         (tokens if reduction == "none" else (),),
         dict(zip(terms["logits"], logits.shape, strict=True)),
         frozenset(tokens) if reduction == "sum" else frozenset(),
@@ -145,7 +145,7 @@ def _linear_cross_entropy(call: Call) -> OpDims:
     for size in target.shape:
         flops = flops * size
     return OpDims(
-        tuple(terms[name] for name in present(call, *terms)),
+        tuple(terms[name] for name in _present(call, *terms)),
         (tokens if reduction == "none" else (),),
         dict(zip(terms["hidden"], hidden.shape, strict=True)) | {classes: weight.shape[0]},
         frozenset(tokens) if reduction == "sum" else frozenset(),
@@ -157,7 +157,7 @@ def _linear_cross_entropy(call: Call) -> OpDims:
     )
 
 
-FUSED: dict[str, Rule] = {
+FUSED: dict[str, OpRule] = {
     "autopar::rms_norm": _norm,
     "autopar::add_rms_norm": _norm,
     "autopar::layer_norm": _norm,

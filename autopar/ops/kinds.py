@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from autopar.ops.dims import Call, OpDims
 
-Rule = Callable[[Call], OpDims]
+OpRule = Callable[[Call], OpDims]
 
 
 def words(text: str) -> list[str]:
@@ -19,7 +19,7 @@ def same(a: object, b: object) -> bool:
     return str(a) == str(b)
 
 
-def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
+def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> OpRule:
     """A rule (a function from a call to its `OpDims`) for element-wise ops with broadcasting: every
     dim of the result can be sharded.
 
@@ -58,7 +58,7 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False
 
 def keep_dims(
     fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False, even: bool = False
-) -> Rule:
+) -> OpRule:
     """A rule (a function from a call to its `OpDims`) for ops whose result has the dims of the
     first operand. The dims that `fixed(call)` returns cannot be sharded; further operands are
     replicated.
@@ -90,7 +90,7 @@ def keep_dims(
     return rule
 
 
-def whole(call: Call) -> OpDims:
+def unsharded(call: Call) -> OpDims:
     """The rule of ops that cannot be sharded: `OpDims` in which no dim can be. Such are ops that
     mix all elements, and constants, which are cheap to compute and free to slice.
     """

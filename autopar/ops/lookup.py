@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from autopar.ops.dims import Call, Letters, OpDims, einsum, is_symbolic
-from autopar.ops.kinds import Rule, same, whole
+from autopar.ops.kinds import OpRule, same, unsharded
 
 
 def _embedding(call: Call) -> OpDims:
@@ -21,7 +21,7 @@ def _embedding(call: Call) -> OpDims:
     """
     fixed = "v" if is_symbolic(call.tensors[0].shape[0]) else ""
     if call.arg("scale_grad_by_freq", False):
-        return whole(call)
+        return unsharded(call)
     return einsum(
         "v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed
     )(call)
@@ -74,7 +74,7 @@ def _boolean(call: Call) -> bool:
 
 def _index(call: Call) -> OpDims:
     if _boolean(call):
-        return whole(call)
+        return unsharded(call)
     at, letters, out, sizes = _placed(call)
     entries = tuple(x for x in out if x.startswith("e"))
     inputs = (letters, *(_aligned(call.arg("indices")[k].meta["val"], entries, sizes) for k in at))
@@ -88,7 +88,7 @@ def _masked_put(call: Call) -> OpDims:
     indices, target = call.arg("indices"), call.tensors[0]
     masks = [(k, index.meta["val"]) for k, index in enumerate(indices) if index is not None]
     if len(masks) != 1:
-        return whole(call)
+        return unsharded(call)
     ((at, mask),) = masks
     behind = at + mask.dim()
     letters = tuple(f"!{k}" if at <= k < behind else f"d{k}" for k in range(target.dim()))
@@ -136,11 +136,11 @@ def _index_select(call: Call) -> OpDims:
     return (
         OpDims((letters, ("e",) * index.dim()), (out,), sizes, linear=(frozenset({0}),))
         if source.dim()
-        else whole(call)
+        else unsharded(call)
     )
 
 
-def _write(adding: bool, linear: bool = True) -> Rule:
+def _write(adding: bool, linear: bool = True) -> OpRule:
     """A rule (a function from a call to its `OpDims`) for index_add (`adding`) and index_copy:
     entry e of the source goes to row index[e] of the target. Entries can be sharded only if they
     are added.
@@ -151,7 +151,7 @@ def _write(adding: bool, linear: bool = True) -> Rule:
     def rule(call: Call) -> OpDims:
         target, index, source = call.tensors[0], call.tensors[1], call.tensors[-1]
         if not target.dim() or len(call.tensors) != 3 or index.dim() != 1:
-            return whole(call)
+            return unsharded(call)
         dim = call.dim()
         entry = "e" if adding else "!e"
         letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(target.dim()))
@@ -176,7 +176,7 @@ def _gather(call: Call) -> OpDims:
     """
     source, index = call.tensors
     if not source.dim() or not index.dim():
-        return whole(call)
+        return unsharded(call)
     dim = call.dim()
     free = [k != dim and same(source.shape[k], index.shape[k]) for k in range(source.dim())]
     letters = tuple(f"d{k}" if free[k] else f"!{k}" for k in range(source.dim()))
@@ -193,7 +193,7 @@ def _take_along_dim(call: Call) -> OpDims:
     """
     source, index = call.tensors
     if call.arg("dim") is None:
-        return whole(call)
+        return unsharded(call)
     dim, shape = call.dim(), call.results[0].shape
     out = tuple("e" if k == dim else f"d{k}" for k in range(source.dim()))
     sizes = dict(zip(out, shape, strict=True))
@@ -209,7 +209,7 @@ def _take_along_dim(call: Call) -> OpDims:
     )
 
 
-def _scatter(adding: bool) -> Rule:
+def _scatter(adding: bool) -> OpRule:
     """A rule (a function from a call to its `OpDims`) for scatter ops with self, index and src (or
     a number). Dims of equal size in all of them can be sharded, except the dim that is written
     along.
@@ -221,7 +221,7 @@ def _scatter(adding: bool) -> Rule:
     def rule(call: Call) -> OpDims:
         target, index, *src = call.tensors
         if not target.dim() or not index.dim():
-            return whole(call)
+            return unsharded(call)
         dim = call.dim()
         free = [
             k != dim and all(same(t.shape[k], target.shape[k]) for t in (index, *src))
@@ -276,7 +276,7 @@ def _diagonal_scatter(call: Call) -> OpDims:
     return OpDims((letters, source), (letters,), sizes, linear=(frozenset({0, 1}),))
 
 
-LOOKUPS: dict[str, Rule] = {
+LOOKUPS: dict[str, OpRule] = {
     "embedding": _embedding,
     "index": _index,
     "index_put": _index_put,

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import SymInt, Tensor
 
 from autopar.ops.dims import Call, Letters, OpDims, einsum
-from autopar.ops.kinds import Rule, same
+from autopar.ops.kinds import OpRule, same
 
 
-def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
+def biased(bias_at: Letters, left: Letters, right: Letters) -> OpRule:
     """A rule (a function from a call to its `OpDims`) for beta * bias + alpha * (left @ right).
     `left` and `right` are the letters of the factors. `bias_at` has those of the result, to which
     the bias broadcasts.
@@ -111,11 +111,11 @@ def _solve_triangular(call: Call) -> OpDims:
     return OpDims(inputs, ((*batch, *last),), sizes, linear=(frozenset({1}),))
 
 
-def _product(equation: str) -> Rule:
+def _product(equation: str) -> OpRule:
     return einsum(equation, linear=((0,), (1,)), contraction=True)
 
 
-PRODUCTS: dict[str, Rule] = {
+PRODUCTS: dict[str, OpRule] = {
     "mm": _product("m k, k n -> m n"),
     "bmm": _product("b m k, b k n -> b m n"),
     "mv": _product("m k, k -> m"),

@@ -30,7 +30,7 @@ from autopar.ops.dims import (
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
-Mark = tuple[int, str, int, Pattern]
+_Mark = tuple[int, str, int, Pattern]
 """A marked dim of a value: (class index, value, dim, pattern)."""
 
 Marks = list[dict[str, frozenset[tuple[int, Pattern]]]]
@@ -52,7 +52,7 @@ class Reach:
     terms: list[dict[str, list[tuple[OpDims, Letters, list[tuple[str, Letters]]]]]]
     edges: dict[tuple[int, str], set[tuple[int, str]]]
 
-    def spread(self, seeds: set[Mark]) -> Marks:
+    def spread(self, seeds: set[_Mark]) -> Marks:
         """By class and value, the (dim, pattern) pairs that hold the same data as a seed, the seeds
         included. A pattern says which elements of the dim each rank holds.
         """
@@ -167,7 +167,7 @@ def pattern_marks(reach: Reach) -> Marks:
     """By class and value, the (dim, pattern) pairs that hold the same data as a split or a
     flattened dim. They are the ways to shard it other than contiguously, and some contiguous ones.
     """
-    seeds: set[Mark] = set()
+    seeds: set[_Mark] = set()
     for index, terms in enumerate(reach.terms):
         for value, touching in terms.items():
             for _, term, _ in touching:
@@ -205,7 +205,7 @@ def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
     of attention's queries, keys and values, dim 1 of integer inputs, and all that hold the same
     data.
     """
-    seeds: set[Mark] = set()
+    seeds: set[_Mark] = set()
     for index, block in enumerate(traced.classes):
         for node in ops(block.graph):
             if is_attention(node):

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ops.dims import Call, Letters, OpDims
-from autopar.ops.kinds import Rule, along, keep_dims, last_dims, pointwise, same, whole, words
+from autopar.ops.kinds import OpRule, along, keep_dims, last_dims, pointwise, same, unsharded, words
 
 
-def _reduction(summing: bool, linear: bool = True) -> Rule:
+def _reduction(summing: bool, linear: bool = True) -> OpRule:
     def rule(call: Call) -> OpDims:
         if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
             return pointwise()(call)
@@ -39,7 +39,7 @@ def _selection(call: Call) -> OpDims:
     """
     source = call.tensors[0]
     if len(call.results) == 1:
-        return whole(call)
+        return unsharded(call)
     dim, keep = call.dim(default=-1), bool(call.arg("keepdim", False))
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
     out = tuple("!k" if k == dim else x for k, x in enumerate(letters) if keep or k != dim)
@@ -112,7 +112,7 @@ def _listed(name: str) -> Callable[[Call], list[int]]:
     return fixed
 
 
-def _repetition(name: str) -> Rule:
+def _repetition(name: str) -> OpRule:
     """A rule (a function from a call to its `OpDims`) for repeat and tile: repeated dims and new
     leading dims cannot be sharded. `name` is the argument with the counts.
     """
@@ -147,7 +147,7 @@ def _repeat_interleave(call: Call) -> OpDims:
     """
     source, dim = call.tensors[0], call.arg("dim")
     if len(call.tensors) > 1 or not source.dim() or (dim is None and source.dim() > 1):
-        return whole(call)
+        return unsharded(call)
     dim = (dim or 0) % source.dim()
     letters = tuple(f"d{k}" for k in range(source.dim()))
     even = frozenset({letters[dim]})
@@ -198,7 +198,7 @@ def fourier(call: Call) -> OpDims:
     )
 
 
-REDUCTIONS: dict[str, Rule] = {
+REDUCTIONS: dict[str, OpRule] = {
     "sum": _reduction(summing=True),
     **dict.fromkeys(
         words("""

@@ -21,18 +21,18 @@ from autopar.ops.custom_functions import custom_rule
 from autopar.ops.dims import Call, JointSharding, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
-from autopar.ops.experts import ROUTED_EXPERTS, routed_experts
+from autopar.ops.experts import ROUTED_EXPERTS, routed_experts_rule
 from autopar.ops.fused import FUSED
-from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole, words
+from autopar.ops.kinds import OpRule, keep_dims, pointwise, same, unsharded, words
 from autopar.ops.lookup import LOOKUPS
 from autopar.ops.products import PRODUCTS, batch_letters
 from autopar.ops.reductions import REDUCTIONS, fourier
 from autopar.ops.views import Factors
 
-_RULES: dict[str, Rule] = {}
+_RULES: dict[str, OpRule] = {}
 
 
-def register_rule(target: object, rule: str | Rule) -> None:
+def register_rule(target: object, rule: str | OpRule) -> None:
     """Add the rule of an op, so that autopar can shard it. It replaces an earlier rule of the op.
 
     Raises AutoparError if there is no such op, or if the equation is invalid.
@@ -68,7 +68,7 @@ def _op_name(target: object) -> str:
     return name
 
 
-def rule_for(node: torch.fx.Node) -> Rule | None:
+def rule_for(node: torch.fx.Node) -> OpRule | None:
     """The rule (a function from a `Call` to its `OpDims`) for the op that a node calls. None if it
     has none.
     """
@@ -88,7 +88,7 @@ def known_ops() -> tuple[str, ...]:
     return tuple(_RULES)
 
 
-def _permutation(order: Callable[[Call], list[int]]) -> Rule:
+def _permutation(order: Callable[[Call], list[int]]) -> OpRule:
     def rule(call: Call) -> OpDims:
         source = call.tensors[0]
         letters = tuple(f"d{k}" for k in range(source.dim()))
@@ -413,7 +413,7 @@ def _cross_entropy(call: Call) -> OpDims:
     )
 
 
-_TABLE: dict[str, Rule] = {
+_TABLE: dict[str, OpRule] = {
     **PRODUCTS,
     **ELEMENTWISE,
     **REDUCTIONS,
@@ -442,14 +442,14 @@ _TABLE: dict[str, Rule] = {
         arange ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty eye linspace logspace meshgrid tril_indices
         triu_indices histc searchsorted view_as_real
         """),
-        whole,
+        unsharded,
     ),
 }
 
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
-_RULES[ROUTED_EXPERTS] = routed_experts
-# `trace/scattered_rows.py`
+_RULES[ROUTED_EXPERTS] = routed_experts_rule
+# `trace/writes.py`
 _RULES["autopar::row_places"] = keep_dims(lambda call: [1])
 _RULES.update(FUSED)
 # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.sharding import CONTIGUOUS, RP, Layout, P, Pattern, R, S, parse_pattern
+from autopar.ir.sharding import CONTIGUOUS, RP, AxisLayout, P, Pattern, R, S, parse_pattern
 from autopar.ops.dims import Letters, OpDims, compose, is_symbolic, locate
 
 
@@ -19,8 +19,8 @@ class OpStrategy:
     """
 
     name: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[AxisLayout, ...]
+    outputs: tuple[AxisLayout, ...]
     letter: str = ""
     lowering: str = ""
 
@@ -128,7 +128,7 @@ def shard_letter(
     # lowerings know positions in natural or zigzag order
     if letter in dims.special and (pattern.rows or pattern.sections != (1,)):
         return None
-    inputs: list[Layout | None] = []
+    inputs: list[AxisLayout | None] = []
     for i, term in enumerate(dims.inputs):
         place = locate(term, letter)
         if place is not None:
@@ -151,12 +151,12 @@ def shard_letter(
     )
 
 
-def _shard(place: tuple[int, Pattern], pattern: Pattern) -> Layout | None:
+def _shard(place: tuple[int, Pattern], pattern: Pattern) -> AxisLayout | None:
     combined = compose(place[1], pattern)
     return S(place[0], combined) if combined is not None else None
 
 
-def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layout | None:
+def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> AxisLayout | None:
     place = locate(term, letter)
     if place is not None:
         return _shard(place, pattern)

@@ -17,6 +17,7 @@ from autopar_cost_models.checks import finite
 from autopar.errors import AutoparError, NoLayout, NoPlanFits, shown
 from autopar.ir.cluster import Cluster, plain_data
 from autopar.ir.plan import Plan
+from autopar.request.options import OBJECTIVES
 from autopar.text.plan_words import (
     PlanOn,
     device_hours_per_million_tokens,
@@ -29,8 +30,7 @@ from autopar.text.units import PROVED, gib, ms, percent
 if TYPE_CHECKING:
     from rich.console import Group
 
-OBJECTIVES = ("time", "cost", "gpus", "memory")
-TOLERANCE = 0.01
+LEAST_MEMORY_TOLERANCE = 0.01
 """Relative tolerance between the least memory found and the proved minimum."""
 MOST_NODES = 8
 """Up to this many nodes, every number of nodes is considered; beyond it, powers of two and all
@@ -178,12 +178,12 @@ class Chosen:
     @property
     def proven(self) -> bool:
         """Whether the bound proves that no plan is better; for memory, better by more than
-        `TOLERANCE`. For the time, it is about the fastest plan, also if a simpler one was chosen.
+        `LEAST_MEMORY_TOLERANCE`. For the time, it is about the fastest plan, also if a simpler one was chosen.
         """
         if self.goal.objective == "time":
             return self.plan.certificate.fastest_s <= self.bound * (1 + _SAME)
         return self.value <= self.bound * (
-            1 + (TOLERANCE if self.goal.objective == "memory" else _SAME)
+            1 + (LEAST_MEMORY_TOLERANCE if self.goal.objective == "memory" else _SAME)
         )
 
 
@@ -314,12 +314,12 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan (in a `Chosen`) with the least memory of the fullest device, to within `TOLERANCE`.
+    """The plan (in a `Chosen`) with the least memory of the fullest device, to within `LEAST_MEMORY_TOLERANCE`.
     Raises the planner's error if none fits the cluster. `attempt` plans on a cluster.
 
     Devices get less memory until nothing fits. The first try is slightly above the planner's own
     minimum. Then steps downwards grow until nothing fits, and shrink from there, until the interval
-    is `TOLERANCE` wide.
+    is `LEAST_MEMORY_TOLERANCE` wide.
     """
     tried = [attempt(cluster)]
     fastest = best = _planned(tried)[0]
@@ -334,8 +334,8 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
         if isinstance(last, Fitted):
             best, high = last, _peak_bytes(last.plan)
     bound, step = low, 1
-    while high > (1 + TOLERANCE) * low:
-        room = max(ceil(high / (1 + TOLERANCE) ** step), low + 1)
+    while high > (1 + LEAST_MEMORY_TOLERANCE) * low:
+        room = max(ceil(high / (1 + LEAST_MEMORY_TOLERANCE) ** step), low + 1)
         tried.append(last := attempt(cluster.with_memory(room)))
         if isinstance(last, Fitted):
             best, high, step = last, _peak_bytes(last.plan), 2 * step
@@ -432,7 +432,7 @@ def _memory_words(fastest: Fitted, best: Fitted, bound: int, low: int) -> str:
     room, plan = best.cluster.device.memory_bytes, fastest.plan
     proof = f"no plan of the space fits into {gib(bound)}"
     if bound == low:
-        proof += f", so that none needs less by more than {percent(TOLERANCE)}"
+        proof += f", so that none needs less by more than {percent(LEAST_MEMORY_TOLERANCE)}"
     else:
         proof += f"; with {gib(low)} none was found, which proves nothing"
     return (

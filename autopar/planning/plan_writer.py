@@ -12,7 +12,7 @@ from autopar_cost_models import COST_MODEL_VERSION, splits_backward
 
 from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import AxisChoices
-from autopar.ir.annotated import AnnotatedModel, Strategy
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Strategy
 from autopar.ir.cluster import Cluster, ClusterSpec, plain_data
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -24,7 +24,6 @@ from autopar.planning.candidates import setting_of
 from autopar.planning.no_plan import check_host
 from autopar.planning.notes import notes
 from autopar.planning.space import space_rules
-from autopar.planning.time_details import time_details
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import host_bytes
@@ -32,6 +31,10 @@ from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.result import SearchResult, outcome_data
 from autopar.solve.search.simplest import candidate_simplicity
+from autopar.text.layout_words import is_experts
+
+DETAILS = ("forward", "backward", "recompute", "experts", "parameters", "inside")
+"""Keys of `time_details`, in the order of a report."""
 
 
 def make_plan(
@@ -96,6 +99,7 @@ def made_for(request: PlanRequest, traced: TracedModel) -> MadeFor:
         software=request.software.as_data(),
         pins=dict(request.pin),
         runnable=request.runnable,
+        target=request.restriction.target if request.restriction else "",
     )
 
 
@@ -282,3 +286,52 @@ def axis_choices(
     if mesh.tp > 1:
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)
     return {axis: choices[axis] for axis in mesh.active}
+
+
+def time_details(
+    model: AnnotatedModel, choices: Choices, stages: Sequence[Sequence[int]], ranks: int
+) -> dict[str, float]:
+    """Seconds of a step by part, on the device of the pipeline rank whose ops take the longest.
+    Layout changes between ops are not among them. Parts without time are left out.
+
+    Args:
+        model: the annotated model.
+        choices: the strategy of each op, by block class.
+        stages: the segments of each stage.
+        ranks: the number of pipeline ranks.
+
+    Returns:
+        By key of `DETAILS`: compute of forward, of backward and of recomputation, all-to-all of
+        experts, gathers of parameters, and other communication inside ops.
+    """
+    of_class = [_parts(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
+    of_rank = []
+    for rank in range(ranks):
+        mine = [model.segments[s] for stage in stages[rank::ranks] for s in stage]
+        of_rank.append({key: sum(of_class[index][key] for index in mine) for key in DETAILS})
+    longest = max(of_rank, key=lambda parts: sum(parts.values()))
+    return {key: model.num_microbatches * value for key, value in longest.items() if value > 0}
+
+
+def _parts(block: AnnotatedBlock, choice: dict[str, str]) -> dict[str, float]:
+    """Seconds of a micro-batch by part, in one segment of a class."""
+    found = dict.fromkeys(DETAILS, 0.0)
+    for op in block.ops:
+        strategy = op.strategy(choice[op.name])
+        comm_s = strategy.forward_comm_s + strategy.backward_comm_s
+        found["forward"] += strategy.forward_s - strategy.forward_comm_s
+        found["recompute"] += strategy.rerun_s
+        found["backward"] += _backward_s(strategy)
+        found[_communicates(op)] += comm_s
+    return found
+
+
+def _communicates(op: AnnotatedOp) -> str:
+    """The key of the communication of an op."""
+    if op.kind == "parameter":
+        return "parameters"
+    return "experts" if is_experts(op.name) else "inside"
+
+
+def _backward_s(strategy: Strategy) -> float:
+    return max(strategy.backward_s - strategy.backward_comm_s - strategy.rerun_s, 0.0)

@@ -30,15 +30,20 @@ from autopar.planning.plan_writer import make_plan
 from autopar.planning.within_target import check_target_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.costs.host_time import host_s
-from autopar.solve.costs.pipeline_cost import Stages
+from autopar.solve.costs.pipeline_cost import Stages, host_s
 from autopar.solve.search.branch_and_bound import search, solved_together
-from autopar.solve.search.families import Rivals, runner_up_data, same_layout_s, simpler_of
+from autopar.solve.search.families import (
+    Rivals,
+    inside_of,
+    runner_up_data,
+    same_layout_s,
+    simpler_of,
+)
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
-from autopar.solve.search.simplest import Preference, with_plan
+from autopar.solve.search.simplest import KEPT, Preference, with_plan
 from autopar.solve.search.workers import patience_s, processes_for_search
 from autopar.trace.fusion.fused import fused
 
@@ -154,12 +159,14 @@ def _preferred(
     chosen, first = found.best, found.fastest or found.best
     if better is not None and found.status != "optimal" and better.time_s < first[1].time_s:
         found = replace(found, fastest=others[0].plan)
-    simpler = simpler_of(others, found, request.tolerance, preference.crosses)
+    inside = inside_of(others, found, preference.crosses) if request.tolerance else None
+    simpler = inside or simpler_of(others, found, request.tolerance, preference.crosses)
     if simpler is not None:
         chosen, first = (simpler.candidate, simpler.staged.solution), found.fastest or chosen
-        found = with_plan(found, candidates, simpler, "the simplest")
+        found = with_plan(found, candidates, simpler, KEPT if inside else "the simplest")
         slower = first[1].time_s < simpler.time_s
-        found = replace(found, fastest=first if slower else None)
+        keeps = found.tp_inside or inside is not None
+        found = replace(found, fastest=first if slower else None, tp_inside=slower and keeps)
         others = rivals.runners_up(found)
     whole = replace(restager, capacity_bytes=memory_bytes)
     return replace(

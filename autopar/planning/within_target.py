@@ -16,10 +16,10 @@ from autopar.solve.costs.candidate import Candidate
 _MOST_NAMED = 12
 """The most values of a pin that a message names."""
 
-Layouts = Callable[[PlanRequest], Sequence[Candidate]]
+_Layouts = Callable[[PlanRequest], Sequence[Candidate]]
 
 
-def check_target_pins(request: PlanRequest, layouts: Layouts) -> None:
+def check_target_pins(request: PlanRequest, layouts: _Layouts) -> None:
     """Raises AutoparError if a pin of the user has a value that the request's target cannot run, or
     if the target cuts pipelines otherwise than the pin `stages`. `layouts` returns the candidates
     of a request, or raises AutoparError.
@@ -43,7 +43,7 @@ def _instead(name: str, only: Only) -> str:
     return f"pin {name}={' or '.join(values[:_MOST_NAMED])}, or drop the pin"
 
 
-def none_within(request: PlanRequest, found: Sequence[Candidate], layouts: Layouts) -> NoLayout:
+def none_within(request: PlanRequest, found: Sequence[Candidate], layouts: _Layouts) -> NoLayout:
     """The error if the request's target can run none of the layouts `found`, at least one, that the
     pins and the devices allow.
     """
@@ -104,7 +104,7 @@ def uncut_words(request: PlanRequest, meshes: Sequence[MeshShape], blocks: int) 
     )
 
 
-def _others(request: PlanRequest, layouts: Layouts) -> str:
+def _others(request: PlanRequest, layouts: _Layouts) -> str:
     """The end of a message: which other frameworks can run the user's pins; '' if none can."""
     restriction = request.restriction
     names = []

@@ -20,8 +20,8 @@ from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
 from autopar.garbage import seldom_collected
-from autopar.predict.evaluate import Case, case_of, evaluate, price, settle
-from autopar.predict.fit import FREE, NO_RUN, Sensitivities, sensitivities
+from autopar.predict.evaluate import PredictionInputs, case_of, evaluate, price_run, settle
+from autopar.predict.fit import FREE_CONSTANTS, NO_RUN, Sensitivities, sensitivities
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import Scored, mape
 
@@ -55,13 +55,13 @@ class Mechanism:
     instead: str
     run: Callable[[Run], Run] = _as_it_is
     constants: Callable[[FittedConstants], FittedConstants] = _as_it_is
-    case: Callable[[Case], Case] = _as_it_is
+    case: Callable[[PredictionInputs], PredictionInputs] = _as_it_is
     parts: tuple[str, ...] = ()
     as_printed: bool = False
     settled: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
 
-    def off(self, run: Run) -> Case:
+    def off(self, run: Run) -> PredictionInputs:
         """The case of a run with the mechanism switched off."""
         return self.case(case_of(self.run(run), self.constants(FITTED)))
 
@@ -71,7 +71,7 @@ class Mechanism:
         """
         without = self.off(run)
         if self.as_printed:
-            return price(without)
+            return price_run(without)
         found = whole if without == case_of(run) else settle(without)
         left_out_s = sum(found.breakdown.get(part, 0.0) for part in self.parts)
         return replace(found, step_time_s=found.step_time_s - left_out_s) if left_out_s else found
@@ -81,14 +81,14 @@ class Mechanism:
         `table` has those with it.
         """
         found = table.copy()
-        places = [FREE.index(name) for name in self.joined]
+        places = [FREE_CONSTANTS.index(name) for name in self.joined]
         if places:
             found[:, places[0]] = table[:, places].sum(axis=1)
-        found[:, [*places[1:], *(FREE.index(name) for name in self.settled)]] = 0.0
+        found[:, [*places[1:], *(FREE_CONSTANTS.index(name) for name in self.settled)]] = 0.0
         return found
 
 
-def _software(**fields: Any) -> Callable[[Case], Case]:
+def _software(**fields: Any) -> Callable[[PredictionInputs], PredictionInputs]:
     return lambda case: replace(case, software=replace(case.software, **fields))
 
 
@@ -108,13 +108,13 @@ def _recompute(**modes: str) -> Callable[[Run], Run]:
     return without
 
 
-def _one_node(case: Case) -> Case:
+def _one_node(case: PredictionInputs) -> PredictionInputs:
     topology = case.cluster.topology
     flat = replace(topology, devices_per_node=topology.num_devices, nodes=1, nics_per_node=None)
     return replace(case, cluster=replace(case.cluster, topology=flat))
 
 
-def _device(**fields: Any) -> Callable[[Case], Case]:
+def _device(**fields: Any) -> Callable[[PredictionInputs], PredictionInputs]:
     return lambda case: replace(
         case, cluster=replace(case.cluster, device=replace(case.cluster.device, **fields))
     )
@@ -324,4 +324,4 @@ def _without(
 def _errors(table: Sensitivities) -> tuple[dict[str, float], dict[str, float]]:
     """Relative errors by run: (with the constants in use, with constants fitted on these runs)."""
     change = table.fit(np.ones(len(table.runs), bool))
-    return table.errors_after(np.zeros(len(FREE))), table.errors_after(change)
+    return table.errors_after(np.zeros(len(FREE_CONSTANTS))), table.errors_after(change)

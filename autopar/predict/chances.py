@@ -18,7 +18,7 @@ BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 0.95, 1.0)
 """Ends of the intervals of chances in a reliability table."""
 
 
-def fit_chance(
+def run_fit_chance(
     run: Run, prediction: RunPrediction, spread: float = memory_error.SPREAD
 ) -> float | None:
     """The chance that the run fits its GPU (`memory_error.fit_chance`) with this spread of memory.
@@ -132,7 +132,7 @@ def spread_of(
     judged = [
         (chance, ran)
         for run, prediction, ran in layouts
-        if (chance := fit_chance(run, prediction, spread)) is not None
+        if (chance := run_fit_chance(run, prediction, spread)) is not None
     ]
     parted = [[chance for chance, ran in judged if ran == kind] for kind in (True, False)]
     return Spread(name, len(errors), spread, separation(*parted), reliability(judged))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PUBLISHED = "fit: step times of 156 published runs"
-MOST = 20
+MOST_CONSTANTS = 20
 """The number of constants that the cost model may have."""
 
 
@@ -85,7 +85,7 @@ def constants_table() -> Group:
     tables = [
         grid(title, columns, [(x.name, f"{x.value:.3g}", x.origin) for x in found], (1,))
         for title, found in (
-            (f"Constants: {len(CONSTANTS)} of at most {MOST}", CONSTANTS),
+            (f"Constants: {len(CONSTANTS)} of at most {MOST_CONSTANTS}", CONSTANTS),
             ("Measured here", MEASURED),
         )
     ]

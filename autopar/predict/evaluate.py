@@ -24,21 +24,23 @@ from autopar.models.base import NativeSpec
 from autopar.predict.frameworks import (
     SAVING,
     bias_operations,
-    buffer_bytes,
-    job_of,
+    gather_buffer_bytes,
     offloaded,
     offloads_where_tight,
+    run_job,
     saves_where_tight,
 )
 from autopar.predict.host import waiting_s
 from autopar.predict.machines import device_of, network_of
-from autopar.predict.models import spec_of
+from autopar.predict.models import spec_of_run
 from autopar.predict.run import Run, RunPrediction
-from autopar.predict.stage_cuts import stages_pin
-from autopar.request.frameworks import SCALINGS, fields_of
-from autopar.request.pins import Pins
+from autopar.request.framework_names import is_nanotron
+from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
+from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
+from autopar.targets.job import ModelShape
+from autopar.targets.nanotron_stages import stages_by_cost
 
 UNLIMITED_BYTES = 2**50
 """Memory of the GPUs for which a run is planned: practically unlimited, so that layouts that do not
@@ -71,7 +73,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PredictionInputs:
     """Everything that a prediction depends on: run, cluster and software."""
 
     run: Run
@@ -86,26 +88,28 @@ def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     return settle(case_of(run, fitted))
 
 
-def settle(case: Case) -> RunPrediction:
+def settle(case: PredictionInputs) -> RunPrediction:
     """The prediction of a case. If it does not fit the GPU, and its framework has options that save
     memory (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises
     AutoparError if it cannot be predicted, with the reason.
     """
-    run, found = case.run, price(case)
+    run, found = case.run, price_run(case)
     if found.peak_memory_bytes > (run.machine.memory_bytes or inf) and saves_where_tight(run):
-        return price(replace(case, software=replace(case.software, **SAVING)))
+        return price_run(replace(case, software=replace(case.software, **SAVING)))
     return offloaded(run, found) if offloads_where_tight(run) else found
 
 
-def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
+def case_of(run: Run, fitted: FittedConstants = FITTED) -> PredictionInputs:
     """The case of a run: its cluster and software, with the constants `fitted` of the cost models.
     Raises AutoparError for a GPU outside the catalogue.
     """
-    cluster = cluster_of(run, fitted)
-    return Case(run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted))
+    cluster = cluster_of_run(run, fitted)
+    return PredictionInputs(
+        run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted)
+    )
 
 
-def price(case: Case) -> RunPrediction:
+def price_run(case: PredictionInputs) -> RunPrediction:
     """The predicted step time, peak memory and breakdown of a case. Raises AutoparError if it
     cannot be predicted, with the reason.
     """
@@ -118,7 +122,7 @@ def price(case: Case) -> RunPrediction:
     return _prediction(case, plan, _waiting_s(case, plan))
 
 
-def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
+def plan_freely(case: PredictionInputs, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
     """The planner's own choice for the model, batch, cluster and software of a case, on GPUs with
     `memory_bytes`. Raises NoPlanFits if no plan fits, or none was found in time.
 
@@ -141,14 +145,14 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
     return min(found, key=lambda plan: plan.predicted.step_time_s)
 
 
-def _pinned(case: Case, layers: int | None = None) -> Plan:
+def _pinned(case: PredictionInputs, layers: int | None = None) -> Plan:
     """The plan with the run's layout, for the run's number of layers or `layers`."""
     # one or two candidates: helper processes would take longer to start than to search
     request = _request(case, _pins(case.run), UNLIMITED_BYTES)
     return api.plan_traced(_traced(case.run, layers), request, processes=1)
 
 
-def _request(case: Case, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
+def _request(case: PredictionInputs, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
     device = replace(case.cluster.device, memory_bytes=memory_bytes)
     return PlanRequest(
         replace(case.cluster, device=device),
@@ -161,13 +165,13 @@ def _request(case: Case, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
     )
 
 
-def _waiting_s(case: Case, plan: Plan) -> float:
+def _waiting_s(case: PredictionInputs, plan: Plan) -> float:
     """Seconds of a step in which the devices of the pinned plan wait for the host."""
     request = _request(case, _pins(case.run), UNLIMITED_BYTES)
     return waiting_s(plan, _traced(case.run), request)
 
 
-def _prediction(case: Case, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:
+def _prediction(case: PredictionInputs, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:
     """The prediction of a plan whose devices wait for the host for `waiting_s` seconds of a step."""
     predicted = plan.predicted
     return RunPrediction(
@@ -180,7 +184,7 @@ def _prediction(case: Case, plan: Plan, waiting_s: float = 0.0) -> RunPrediction
     )
 
 
-def _one_more(case: Case) -> RunPrediction:
+def _one_more(case: PredictionInputs) -> RunPrediction:
     """The prediction for one layer inside a model: a model of three layers minus a model of two.
 
     It includes forward and backward, with the gradient of the layer's input. The time leaves out
@@ -193,7 +197,7 @@ def _one_more(case: Case) -> RunPrediction:
     return RunPrediction(sum(parts.values()), memory_bytes, parts)
 
 
-def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
+def cluster_of_run(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     """The cluster of a run, from the hardware catalogue. Raises AutoparError for a GPU outside
     it.
     """
@@ -215,20 +219,20 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
 
 
 def _software(run: Run, generation: str) -> Software:
-    found = fields_of(job_of(run)) | {name: getattr(run.software, name) for name in _ALIKE}
+    found = fields_of(run_job(run)) | {name: getattr(run.software, name) for name in _ALIKE}
     if run.precision.matmul == "fp8":
-        found |= {"matmul_dtype": "fp8", "fp8_scaling": SCALINGS[run.precision.recipe]}
+        found |= {"matmul_dtype": "fp8", "fp8_scaling": SCALING_OF_RECIPE[run.precision.recipe]}
     kernel = run.software.attention_kernel
     found["attention_kernel"] = kernel if (generation, kernel) in FLASH_RATES else None
     if found.get("routing_operations"):
         found["routing_operations"] += bias_operations(run)
-    if buffers := buffer_bytes(run):
+    if buffers := gather_buffer_bytes(run):
         found["workspace_bytes"] = buffers
     return Software(compiled=run.software.compile, **found)
 
 
 def _traced(run: Run, layers: int | None = None) -> TracedModel:
-    return _traced_spec(replace(spec_of(run, layers), name=""), run.dims.seq)
+    return _traced_spec(replace(spec_of_run(run, layers), name=""), run.dims.seq)
 
 
 @lru_cache(maxsize=64)
@@ -250,3 +254,22 @@ def _pins(run: Run) -> dict[str, Any]:
         pin |= {"vpp": by.vpp, "schedule": schedule, "stages": stages_pin(run)}
     pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})
+
+
+def stages_pin(run: Run) -> str:
+    """The pin `stages` that cuts the pipeline as the framework of the run does: a text of sizes for
+    nanotron with one stage a rank, else `even`. Megatron, DeepSpeed and torchtitan deal layers evenly.
+    """
+    if not is_nanotron(run.software.framework) or run.degrees.vpp > 1:
+        return EVEN
+    dims = run.dims
+    shape = ModelShape(
+        layers=dims.layers,
+        hidden=dims.hidden,
+        heads=dims.heads,
+        ffn=dims.ffn,
+        vocab=dims.vocab,
+        moe_ffn=dims.moe_ffn,
+        gated=dims.activation == "swiglu",
+    )
+    return "-".join(map(str, stages_by_cost(shape, run.degrees.pp, run.degrees.padded_vocab)))

@@ -21,7 +21,7 @@ from autopar.garbage import seldom_collected
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import GROUPINGS, mape, mean
 
-FREE = (
+FREE_CONSTANTS = (
     "ampere_efficiency", "hopper_efficiency", "blackwell_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency",
     "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown", "deepspeed_pass_s",
 )  # fmt: skip
@@ -34,13 +34,13 @@ PRIOR = 0.3
 runs determine.
 """
 NO_RUN = "no run has a measured step time and can be predicted"
-NOISE = 0.04
+_NOISE = 0.04
 """Errors of log time below this count as squares, since repeats of one run differ by 2-5 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivities:
-    """How errors of step time depend on the constants in `FREE`. `errors`, by run: log(predicted /
+    """How errors of step time depend on the constants in `FREE_CONSTANTS`. `errors`, by run: log(predicted /
     measured) with the constants in use. `slopes`, by (run, constant): the change of that per unit
     of the constant's logarithm.
     """
@@ -50,14 +50,18 @@ class Sensitivities:
     slopes: np.ndarray
 
     def fit(self, chosen: np.ndarray) -> np.ndarray:
-        """The changes of the constants' logarithms, in the order of `FREE`, that minimize the
-        absolute errors of the runs in the mask `chosen`. Errors below `NOISE` count as squares, and
+        """The changes of the constants' logarithms, in the order of `FREE_CONSTANTS`, that minimize the
+        absolute errors of the runs in the mask `chosen`. Errors below `_NOISE` count as squares, and
         the prior (`PRIOR`) keeps changes small.
         """
-        errors, slopes, change = self.errors[chosen], self.slopes[chosen], np.zeros(len(FREE))
+        errors, slopes, change = (
+            self.errors[chosen],
+            self.slopes[chosen],
+            np.zeros(len(FREE_CONSTANTS)),
+        )
         for _ in range(100):
-            weights = 1 / np.maximum(np.abs(errors + slopes @ change), NOISE)
-            left = slopes.T @ (weights[:, None] * slopes) + np.eye(len(FREE)) / PRIOR**2
+            weights = 1 / np.maximum(np.abs(errors + slopes @ change), _NOISE)
+            left = slopes.T @ (weights[:, None] * slopes) + np.eye(len(FREE_CONSTANTS)) / PRIOR**2
             change = np.linalg.solve(left, -slopes.T @ (weights * errors))
         return change
 
@@ -114,10 +118,12 @@ def sensitivities(
     for run in runs:
         if not run.measured.step_time_s:
             continue
-        tell(f"pricing {run.id} with {len(FREE)} constants changed in turn")
+        tell(f"pricing {run.id} with {len(FREE_CONSTANTS)} constants changed in turn")
         try:
             base = log(evaluate(run, FITTED).step_time_s)
-            scaled = [log(evaluate(run, _scaled(name, 1 + STEP)).step_time_s) for name in FREE]
+            scaled = [
+                log(evaluate(run, _scaled(name, 1 + STEP)).step_time_s) for name in FREE_CONSTANTS
+            ]
         except AutoparError:
             continue
         found.append(run)
@@ -128,7 +134,7 @@ def sensitivities(
     return Sensitivities(tuple(found), np.array(errors), np.array(slopes))
 
 
-def fit(table: Sensitivities, by: str = "source") -> Fit:
+def fit_constants(table: Sensitivities, by: str = "source") -> Fit:
     """The fit on all runs, and on all runs except those of each group by a key of
     `score.GROUPINGS`.
     """
@@ -148,5 +154,5 @@ def _scaled(name: str, factor: float) -> FittedConstants:
 
 
 def _changed(change: np.ndarray) -> FittedConstants:
-    factors = dict(zip(FREE, map(exp, change), strict=True))
+    factors = dict(zip(FREE_CONSTANTS, map(exp, change), strict=True))
     return replace(FITTED, **{name: getattr(FITTED, name) * by for name, by in factors.items()})

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import FITTED
 
-from autopar.predict.fit import FREE, Fit
-from autopar.predict.report import json_text, percent, text_grid
+from autopar.predict.fit import FREE_CONSTANTS, Fit
+from autopar.predict.report import finite_percent, json_text, text_grid
 from autopar.predict.score import mape, mean
 from autopar.text.tables import Grid
 
@@ -60,7 +60,7 @@ def fit_table(found: Fit, families: Mapping[str, str]) -> Group:
     constants = Table(title="Constants", title_justify="left", box=None)
     for column in ("constant", "in use", "fitted", f"range, without one {found.by}"):
         constants.add_column(column, justify="left" if column == "constant" else "right")
-    for name in FREE:
+    for name in FREE_CONSTANTS:
         without = [getattr(c, name) for c in found.constants_without.values()]
         values = getattr(FITTED, name), getattr(found.constants, name)
         constants.add_row(
@@ -125,7 +125,7 @@ def ablation_table(found: Ablation) -> Group:
     from rich.text import Text
 
     whole, refitted = mape(found.errors.values()), mape(found.refitted.values())
-    rows = [("all on", "", "", percent(whole), "", "", "", percent(refitted), "")]
+    rows = [("all on", "", "", finite_percent(whole), "", "", "", finite_percent(refitted), "")]
     for each in found.without:
         own = mape(found.errors[run] for run in each.changed)
         refused = f" ({len(each.refused)} refused)" if each.refused else ""
@@ -134,11 +134,11 @@ def ablation_table(found: Ablation) -> Group:
                 each.mechanism.name,
                 each.mechanism.instead,
                 f"{len(each.changed)}{refused}",
-                percent(each.mape()),
+                finite_percent(each.mape()),
                 _points(each.mape() - whole),
-                percent(own),
-                percent(each.mape(changed=True)),
-                percent(each.mape(True)),
+                finite_percent(own),
+                finite_percent(each.mape(changed=True)),
+                finite_percent(each.mape(True)),
                 _points(each.mape(True) - refitted),
             )
         )
@@ -166,7 +166,7 @@ def ablation_table(found: Ablation) -> Group:
 def _memory_ablation(found: Ablation) -> Grid:
     """A row for each mechanism that changes the memory of a run."""
     whole = mape(found.memory_errors.values())
-    rows = [("all on", "", "", percent(whole), "", "", "", str(found.rejected))]
+    rows = [("all on", "", "", finite_percent(whole), "", "", "", str(found.rejected))]
     for each in found.without:
         if not each.memory_changed:
             continue
@@ -177,10 +177,10 @@ def _memory_ablation(found: Ablation) -> Grid:
                 each.mechanism.name,
                 each.mechanism.instead,
                 f"{len(each.memory_changed)}, {len(measured)} measured",
-                percent(memory),
+                finite_percent(memory),
                 _points(memory - whole),
-                percent(mape(found.memory_errors[run] for run in measured)),
-                percent(mape(each.memory_errors[run] for run in measured)),
+                finite_percent(mape(found.memory_errors[run] for run in measured)),
+                finite_percent(mape(each.memory_errors[run] for run in measured)),
                 str(each.rejected),
             )
         )

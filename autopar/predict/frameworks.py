@@ -25,7 +25,7 @@ def saves_where_tight(run: Run) -> bool:
     return is_nanotron(run.software.framework)
 
 
-def job_of(run: Run) -> FrameworkJob:
+def run_job(run: Run) -> FrameworkJob:
     """The job of a run."""
     by, precision, software = run.degrees, run.precision, run.software
     return FrameworkJob(
@@ -73,7 +73,7 @@ def prints_first_rank(framework: str) -> bool:
     return is_nanotron(framework)
 
 
-def buffer_bytes(run: Run) -> int:
+def gather_buffer_bytes(run: Run) -> int:
     """Bytes of the buffers in which a framework gathers activations over tp: nanotron keeps one for
     inputs of column-parallel products and one for gradients of row-parallel ones
     (src/nanotron/parallel/utils.py, MemoryBuffer). Each holds a micro-batch in 16 bits.

@@ -11,7 +11,7 @@ from autopar.ir.annotated import AnnotatedBlock
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_planned
-from autopar.recheck.plan_costs import setting_of
+from autopar.recheck.plan_costs import plan_setting
 from autopar.request.plan_request import PlanRequest
 
 
@@ -32,7 +32,7 @@ def waiting_s(plan: Plan, traced: TracedModel, request: PlanRequest) -> float:
     A pipeline rank's micro-batch takes the longer of both times, and the slowest rank sets the pace
     of all micro-batches and of the bubble. Updates of parameters are not counted. 0.0 on CPUs.
     """
-    setting = setting_of(plan, request, plan.recompute, 0)
+    setting = plan_setting(plan, request, plan.recompute, 0)
     if setting.cluster.device.generation == "cpu":
         return 0.0
     times = _segment_times(plan, as_planned(traced, plan), setting)

@@ -9,12 +9,10 @@ from typing import Any
 from autopar_cost_models import DEVICES, FITTED, NODES, FittedConstants, home_of
 from autopar_cost_models.catalogue import ETHERNET
 from autopar_cost_models.checks import nearest
-from autopar_cost_models.constants import MIB
+from autopar_cost_models.constants import GIB, MIB
 from autopar_cost_models.names import entries_of
 
 from autopar.errors import AutoparError, shown
-
-GIB = 2**30
 
 # What nvidia-smi reports as the total, MiB.  A100, H100, H200, B200, GB200: as in autopar_cost_models.hardware.  The 96 GB H100: 95.04 GiB
 # in torchtitan's logs ("CUDA capacity: NVIDIA H100 with 95.04GiB memory").

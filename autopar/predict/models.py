@@ -26,19 +26,19 @@ def model_of(run: Run, layers: int | None = None) -> nn.Module:
     `layers` shortens it; at least one routed layer remains. A `one_layer` run is a model of one
     layer with embedding and head.
     """
-    return spec_of(run, layers).build("meta")
+    return spec_of_run(run, layers).build("meta")
 
 
-def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
+def spec_of_run(run: Run, layers: int | None = None) -> NativeSpec:
     """The spec of the model of a run; `layers` as for `model_of`. It builds the model, makes
     example inputs, and counts parameters and model FLOPs.
     """
     vocab, software = run.degrees.padded_vocab, run.software
-    config = config_of(run.dims, vocab, software.flash, software.dropout, layers)
+    config = run_config(run.dims, vocab, software.flash, software.dropout, layers)
     return NativeSpec.of(run.id, config)
 
 
-def config_of(
+def run_config(
     dims: Dims,
     vocab: int | None = None,
     flash: bool = True,

@@ -5,16 +5,20 @@ here.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
+from autopar_cost_models.constants import GIB
 from autopar_cost_models.memory_error import FIT_CHANCE, SPREAD
 
-from autopar.predict.assumed import Assumed, assumed_of, counted
+from autopar.errors import AutoparError, shown
 from autopar.predict.chances import Reliability
 from autopar.predict.command import Predictions
+from autopar.predict.defaults import DEFAULTS
+from autopar.predict.machines import device_of, network_of
 from autopar.predict.run import Run
 from autopar.predict.score import (
     LARGE_GROUP,
@@ -35,12 +39,11 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-GIB = 2**30
 SURE = 0.9
 """Chance to fit below which a prediction is marked as near the limit of memory."""
 GOOD_ORDER, GOOD_REGRET = 0.85, 0.03
 """Spearman's correlation and regret that a large group should reach: the report counts the groups."""
-WIDTH = 150
+REPORT_WIDTH = 150
 """Width of the tables in columns if stdout is not a terminal."""
 
 
@@ -173,7 +176,7 @@ def _rows(predictions: Predictions) -> Grid:
         rows.append(
             (
                 run.id + ("" if run.complete else " (incomplete)"),
-                layout_words(run),
+                run_layout_words(run),
                 _seconds(predicted.step_time_s),
                 "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
                 _signed(result.time_error),
@@ -191,7 +194,9 @@ def _rows(predictions: Predictions) -> Grid:
 
 
 def _assumed(predictions: Predictions) -> list[tuple[Assumed, int]]:
-    return counted(result.run for result in (*predictions.results, *predictions.out_of_memory))
+    return assumed_counts(
+        result.run for result in (*predictions.results, *predictions.out_of_memory)
+    )
 
 
 def _assumed_table(assumed: Iterable[tuple[Assumed, int]]) -> Grid:
@@ -207,7 +212,7 @@ def _limit_mark(result: Scored) -> str:
     return " ~" if (result.fit_chance or 1.0) < SURE else ""
 
 
-def layout_words(run: Run) -> str:
+def run_layout_words(run: Run) -> str:
     """A layout in short form, such as `tp8 pp6 dp8 mb4 zero1 recompute full bf16`. Degrees of 1 are
     omitted.
     """
@@ -227,10 +232,10 @@ def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(t.count),
-            percent(t.mape),
-            percent(t.median),
+            finite_percent(t.mape),
+            finite_percent(t.median),
             _signed(t.bias),
-            percent(t.within_10),
+            finite_percent(t.within_10),
         )
         for name, t in ((name, scores.time) for name, scores in sets.items())
     ]
@@ -243,8 +248,8 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
         (
             name,
             str(m.count),
-            percent(m.mape),
-            percent(m.median),
+            finite_percent(m.mape),
+            finite_percent(m.median),
             _signed(m.bias),
             str(len(m.under)),
             _share(len(m.far_under), m.count),
@@ -268,7 +273,7 @@ def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
 
 
 def _share(count: int, of: int) -> str:
-    return f"{count} ({percent(count / of)})" if of else "-"
+    return f"{count} ({finite_percent(count / of)})" if of else "-"
 
 
 def _worst(scores: Scores) -> Grid:
@@ -290,9 +295,9 @@ def _ranking(scores: Scores) -> Grid:
         regrets = [group.regret for group in rank.large]
         right = sum(group.pairs_right for group in rank.large)
         pairs = f"{right} of {sum(group.pairs for group in rank.large)}"
-        means = (_number(mean(orders)), percent(mean(regrets)), pairs)
+        means = (_number(mean(orders)), finite_percent(mean(regrets)), pairs)
         rows.append(("  mean (pairs: all)", "", *means))
-        rows.append(("  the worst", "", _number(min(orders)), percent(max(regrets)), ""))
+        rows.append(("  the worst", "", _number(min(orders)), finite_percent(max(regrets)), ""))
         good = [
             sum(order >= GOOD_ORDER for order in orders),
             sum(r <= GOOD_REGRET for r in regrets),
@@ -310,7 +315,7 @@ def _ranking(scores: Scores) -> Grid:
 
 
 def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
-    return _number(of.spearman), percent(of.regret), f"{of.pairs_right} of {of.pairs}"
+    return _number(of.spearman), finite_percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
 def _chances(memory: MemoryScore) -> list[Grid]:
@@ -319,7 +324,7 @@ def _chances(memory: MemoryScore) -> list[Grid]:
     for fit in memory.spreads:
         title = f"Chances to fit, spread {fit.spread:.3f} fitted on {fit.count} runs ({fit.name})"
         table = _reliability(title, fit.reliability)
-        table.caption = f"area under the ROC curve: {percent(fit.separation)}\n"
+        table.caption = f"area under the ROC curve: {finite_percent(fit.separation)}\n"
         found.append(table)
     return found
 
@@ -327,10 +332,10 @@ def _chances(memory: MemoryScore) -> list[Grid]:
 def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
     texts = [
         (
-            f"{percent(r.low)} to {percent(r.high)}",
+            f"{finite_percent(r.low)} to {finite_percent(r.high)}",
             str(r.count),
-            percent(r.chance),
-            percent(r.ran),
+            finite_percent(r.chance),
+            finite_percent(r.ran),
         )
         for r in rows
     ]
@@ -354,7 +359,7 @@ def _verdicts(scores: Scores) -> list[str]:
     if memory.outcomes is not None:
         fit = memory.outcomes
         lines.append(
-            f"Which of {fit.count} layouts ran gives memory a spread of {fit.spread:.2f}; {percent(fit.crashed)} fail at any size."
+            f"Which of {fit.count} layouts ran gives memory a spread of {fit.spread:.2f}; {finite_percent(fit.crashed)} fail at any size."
         )
     if memory.out_of_memory:
         lines.append(
@@ -362,8 +367,8 @@ def _verdicts(scores: Scores) -> list[str]:
             + (f": {', '.join(memory.accepted)}" if memory.accepted else ".")
         )
         lines.append(
-            f"The chance to fit is higher for a layout that ran than for one that failed in {percent(memory.separation)} of all pairs "
-            "(area under the ROC curve)."
+            "The chance to fit is higher for a layout that ran than for one that failed in "
+            f"{finite_percent(memory.separation)} of all pairs (area under the ROC curve)."
         )
     return lines
 
@@ -374,9 +379,9 @@ def _sure_words(memory: MemoryScore) -> str:
     printed = memory.judged - memory.unprinted
     known = len(memory.unsure) - memory.unsure_unprinted
     return (
-        f"Of {memory.sure} layouts with a chance to fit of at least {percent(FIT_CHANCE)}, {percent(share)} ran. "
-        f"{percent(len(memory.unsure) / memory.judged)} of the {memory.judged} layouts that ran have a lower chance, and "
-        f"{percent(known / printed if printed else nan)} of the {printed} whose recomputation is printed."
+        f"Of {memory.sure} layouts with a chance to fit of at least {finite_percent(FIT_CHANCE)}, {finite_percent(share)} ran. "
+        f"{finite_percent(len(memory.unsure) / memory.judged)} of the {memory.judged} layouts that ran have a lower chance, and "
+        f"{finite_percent(known / printed if printed else nan)} of the {printed} whose recomputation is printed."
     )
 
 
@@ -397,7 +402,7 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value / GIB:.1f}"
 
 
-def percent(share: float) -> str:
+def finite_percent(share: float) -> str:
     """A share as `12.3 %`; `-` unless it is finite."""
     return f"{100 * share:.1f} %" if isfinite(share) else "-"
 
@@ -408,3 +413,57 @@ def _signed(share: float | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if isfinite(value) else "-"
+
+
+_RULES = {default.field: default for default in DEFAULTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Something that is inferred for a run: `what` it is, its value or rule in words, and why."""
+
+    what: str
+    rule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.rule} ({self.reason})"
+
+
+def assumed_of(run: Run) -> tuple[Assumed, ...]:
+    """What is assumed for a run: its device and network first, then its blank fields."""
+    found = [*_of_machine(run)]
+    for name in run.defaulted:
+        default = _RULES[name]
+        found.append(Assumed(name, default.rule, default.reason))
+    return tuple(found)
+
+
+def _of_machine(run: Run) -> Iterable[Assumed]:
+    machine = run.machine
+    try:
+        device = device_of(machine.gpu)
+    except AutoparError:  # which says so in the place of a prediction
+        return
+    if device != machine.gpu.strip().lower():
+        yield Assumed("device", device, f"gpu is {shown(machine.gpu)}")
+    if machine.gpus <= machine.nvlink_domain:
+        return
+    _, node = network_of(device, machine.nvlink_domain, machine.nic_Bps, machine.system)
+    rate = f"at {machine.nic_Bps * 8 / 1e9:g} Gbit/s a GPU"
+    if machine.system and node == machine.system:
+        yield Assumed("network", f"that of {node}, {rate}", "the row names the system")
+    elif machine.system:
+        why = f"{machine.system}, which the row names, has other nodes"
+        yield Assumed("network", f"kind and efficiency of {node or device}, {rate}", why)
+    elif node:
+        why = "no system is named: that of the device's usual node"
+        yield Assumed("network", f"kind and efficiency of {node}, {rate}", why)
+    else:
+        why = f"no system is named, and the catalogue has no node with {device}"
+        yield Assumed("network", f"kind and efficiency of Ethernet, {rate}", why)
+
+
+def assumed_counts(runs: Iterable[Run]) -> list[tuple[Assumed, int]]:
+    """(what is assumed, for how many of the runs), the most frequent first."""
+    return Counter(assumed for run in runs for assumed in assumed_of(run)).most_common()

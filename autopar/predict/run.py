@@ -13,19 +13,19 @@ from autopar_cost_models.checks import finite, is_whole
 from autopar.errors import AutoparError, shown
 from autopar.request.frameworks import SHARDINGS
 
-FAMILIES = ("gpt", "llama", "moe")
-POSITIONS = ("learned", "alibi", "rope", "none")
-ACTIVATIONS = ("gelu", "relu2", "swiglu")
+_FAMILIES = ("gpt", "llama", "moe")
+_POSITIONS = ("learned", "alibi", "rope", "none")
+_ACTIVATIONS = ("gelu", "relu2", "swiglu")
 FAMILY_ACTIVATIONS = {"gpt": ("gelu", "relu2"), "llama": ("swiglu", "relu2"), "moe": ("swiglu",)}
-RECOMPUTE = ("none", "attention", "op", "layers", "full")
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "dual_pipe")
-DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+_RECOMPUTE = ("none", "attention", "op", "layers", "full")
+_SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "dual_pipe")
+_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 RECIPES = ("", "delayed", "current", "tensorwise", "rowwise", "blockwise", "mx")
 OPTIMIZERS = ("adam", "lamb", "sgd", "adafactor", "muon")
 MEMORY_SCOPES = ("", "allocated", "reserved", "device", "analytic")
 
 
-MOST_LAYERS, MOST_SIZE = 10_000, 10**12
+_MOST_LAYERS, _MOST_SIZE = 10_000, 10**12
 """The largest number of layers, and the largest valid size of a model, machine or memory."""
 
 
@@ -35,7 +35,7 @@ def _whole_fields(of: object, least: int, names: str) -> None:
 
 def _whole(least: int, **values: int) -> None:
     for name, value in values.items():
-        most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
+        most = _MOST_LAYERS if name in ("layers", "mtp") else _MOST_SIZE
         if not is_whole(value, least, most):
             raise AutoparError(
                 f"{name}={shown(value)} must be a whole number from {least} to {most:,}"
@@ -110,9 +110,9 @@ class Dims:
     one_layer: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("model_family", self.family, FAMILIES)
-        _one_of("positions", self.positions, POSITIONS)
-        _one_of("activation", self.activation, ACTIVATIONS)
+        _one_of("model_family", self.family, _FAMILIES)
+        _one_of("positions", self.positions, _POSITIONS)
+        _one_of("activation", self.activation, _ACTIVATIONS)
         _whole_fields(self, 1, "layers hidden heads kv_heads head_dim ffn vocab seq window_every")
         _whole_fields(self, 0, "window experts top_k moe_ffn shared_experts first_dense mtp")
         if self.heads % self.kv_heads:
@@ -227,8 +227,8 @@ class Degrees:
     def __post_init__(self) -> None:
         _whole_fields(self, 1, "tp pp vpp dp cp ep recompute_every micro_batch padded_vocab")
         _one_of("sharding", self.sharding, SHARDINGS)
-        _one_of("recompute", self.recompute, RECOMPUTE)
-        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("recompute", self.recompute, _RECOMPUTE)
+        _one_of("schedule", self.schedule, _SCHEDULES)
         if self.zero not in (0, 1, 2, 3):
             raise AutoparError(f"zero={shown(self.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if self.vpp > 1 and self.pp == 1:
@@ -268,12 +268,12 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("matmul", "compute", "grads", "reduce"):
-            _one_of(f"dtype of {name}", getattr(self, name), DTYPES)
+            _one_of(f"dtype of {name}", getattr(self, name), _DTYPES)
         _one_of("fp8 recipe", self.recipe, RECIPES)
 
 
 @dataclass(frozen=True, slots=True)
-class Software:
+class RunSoftware:
     """The software of a run. `flash`: attention is one kernel, `attention_kernel`. Otherwise
     `fused_softmax` says whether scale, mask and softmax are one kernel. `year` is that of the run,
     or None. `tp_overlap`, `pp_overlap` and `dp_overlap`: communication over these axes overlaps
@@ -350,7 +350,7 @@ class Run:
     machine: Machine
     degrees: Degrees
     precision: Precision
-    software: Software
+    software: RunSoftware
     global_batch: int
     measured: Measured = field(default_factory=Measured)
     complete: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
 from autopar.predict.defaults import complete
-from autopar.predict.failed import cells_of, is_layout
 from autopar.predict.frameworks import printed_scope, prints_first_rank
 from autopar.predict.machines import named_node, system_of
 from autopar.predict.options import (
@@ -29,7 +28,16 @@ from autopar.predict.options import (
     read_sharding,
     unknown_words,
 )
-from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
+from autopar.predict.run import (
+    Degrees,
+    Dims,
+    Latent,
+    Machine,
+    Measured,
+    Precision,
+    Run,
+    RunSoftware,
+)
 
 REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
@@ -67,7 +75,7 @@ class Problem:
 
 def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
     """(runs of a CSV file, in order; rows that could not be read). A file of layouts that failed
-    (`failed.py`) is one of runs without a measured time.
+    (`is_layout`) is one of runs without a measured time.
 
     Columns are described in docs/guides/predict.md. Unknown columns are ignored. A row with an
     unknown option is incomplete. Raises AutoparError if the file is missing, is not a CSV, or lacks
@@ -161,7 +169,7 @@ def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
         machine=make(Machine),
         degrees=make(Degrees),
         precision=make(Precision),
-        software=make(Software),
+        software=make(RunSoftware),
         global_batch=row["global_batch"],
         measured=_measured(cells, row),
         complete=scored and not ignored,  # what is not known may matter
@@ -276,3 +284,56 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
                 continue
             found.setdefault((run.dims, run.machine, run.precision, tuple(degrees.items())), other)
     return tuple(found.values())
+
+
+COLUMNS = ("description", "layout", "fits")
+"""Columns that a file of layouts has."""
+
+_DESCRIPTION = re.compile(
+    r"(?P<framework>\S+) (?P<size>\S+) \((?P<dims>[^)]*)\), (?P<gpu>\S+) x(?P<gpus>\d+) \((?P<gpus_per_node>\d+) a node\), "
+    r"seq (?P<seq>\d+), (?P<dtype>\w+), (?P<rest>.*)"
+)
+_DIMS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "ffn_hidden",
+         "vocab": "vocab"}  # fmt: skip
+_LAYOUT = {"tp": "tp", "pp": "pp", "dp": "dp", "zero": "zero_stage_or_fsdp", "micro_batch": "micro_batch",
+           "global_batch_seqs": "global_batch_seqs"}  # fmt: skip
+_FITS = {"0": False, "1": True}
+
+
+def is_layout(columns: Container[str]) -> bool:
+    """Whether these are the columns of a file of layouts, not of a file of runs."""
+    return all(column in columns for column in COLUMNS) and "id" not in columns
+
+
+def cells_of(row: Mapping[str, str], line: int) -> dict[str, str]:
+    """The cells of the same run in a file of runs. A layout that failed is named by its
+    `mem_kind`.
+
+    Raises AutoparError if a text cannot be read.
+    """
+    found = _DESCRIPTION.match(row["description"])
+    if found is None:
+        raise AutoparError(
+            f"line {line}: description={shown(row['description'])} is not of the form 'nanotron 1B (layers=16 hidden=2048 heads=32 "
+            "ffn=8192 vocab=131072), H100-80G-SXM x8 (8 a node), seq 4096, bf16, no recompute, ...'"
+        )
+    dims = dict(re.findall(r"(\w+)=(\d+)", found["dims"]))
+    layout = dict(re.findall(r"(\w+)=(\d+)", row["layout"]))
+    if missing := [key for key in ("layers", "hidden", "heads", "vocab") if key not in dims] + [
+        key for key in ("tp", "pp", "global_batch_seqs") if key not in layout
+    ]:
+        raise AutoparError(f"line {line} lacks {', '.join(missing)}")
+    if row["fits"].strip() not in _FITS:
+        raise AutoparError(f"line {line}: fits={shown(row['fits'])} is neither 0 nor 1")
+    named = ("framework", "gpu", "gpus", "gpus_per_node", "seq", "dtype")
+    cells = {name: found[name] for name in named}
+    cells |= {column: dims[key] for key, column in _DIMS.items() if key in dims}
+    cells |= {column: layout[key] for key, column in _LAYOUT.items() if key in layout}
+    cells |= {
+        "id": f"{found['size']}-{row['layout'].replace(';', '-').replace('=', '')}-line{line}",
+        "model_family": "llama",
+        "recompute": "none" if "no recompute" in found["rest"] else "",
+        "source": row.get("source", ""),
+        "mem_kind": "" if _FITS[row["fits"].strip()] else "out of memory",
+    }
+    return cells

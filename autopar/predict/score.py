@@ -21,9 +21,9 @@ from autopar.predict.chances import (
     OutcomeFit,
     Reliability,
     Spread,
-    fit_chance,
     fitted_outcomes,
     reliability,
+    run_fit_chance,
     separation,
     spread_of,
 )
@@ -58,7 +58,7 @@ class Scored:
     @property
     def time_error(self) -> float | None:
         """The signed relative error of the step time; None if it was not measured."""
-        return relative_error(self.prediction.step_time_s, self.run.measured.step_time_s)
+        return prediction_error(self.prediction.step_time_s, self.run.measured.step_time_s)
 
     @property
     def memory_error(self) -> float | None:
@@ -67,7 +67,7 @@ class Scored:
         """
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
-        return relative_error(
+        return prediction_error(
             self.prediction.memory_bytes(measured.memory_scope, measured.memory_of_first_rank),
             size_bytes,
         )
@@ -81,7 +81,7 @@ class Scored:
     @property
     def fit_chance(self) -> float | None:
         """The chance that the run fits its GPU; None if its memory is unknown."""
-        return fit_chance(self.run, self.prediction)
+        return run_fit_chance(self.run, self.prediction)
 
     @property
     def rejected(self) -> bool | None:
@@ -90,7 +90,7 @@ class Scored:
         return None if chance is None else chance < LEAST_CHANCE
 
 
-def relative_error(predicted: float, measured: float | None) -> float | None:
+def prediction_error(predicted: float, measured: float | None) -> float | None:
     """Predicted / measured - 1; None unless both are finite and measured is positive."""
     if measured is None or not isfinite(measured) or measured <= 0 or not isfinite(predicted):
         return None

@@ -8,12 +8,11 @@ from math import inf
 from pathlib import Path
 
 from autopar_cost_models.checks import nearest
+from autopar_cost_models.constants import GIB
 
 from autopar.errors import AutoparError, shown
 from autopar.predict.run import Run
 from autopar.predict.score import GROUPINGS
-
-GIB = 2**30
 
 
 def _memory_gib(run: Run) -> float | None:
@@ -21,7 +20,7 @@ def _memory_gib(run: Run) -> float | None:
     return measured.memory_bytes / GIB if measured.has_memory and measured.memory_bytes else None
 
 
-NUMBERS: dict[str, Callable[[Run], float | None]] = {
+_NUMBERS: dict[str, Callable[[Run], float | None]] = {
     "gpus": lambda run: run.machine.gpus,
     "tp": lambda run: run.degrees.tp,
     "pp": lambda run: run.degrees.pp,
@@ -33,7 +32,7 @@ NUMBERS: dict[str, Callable[[Run], float | None]] = {
 }
 """Numbers of a run by which it may be picked; None meets no condition. `memory` is measured GiB."""
 
-TEXTS = {name: of for name, of in GROUPINGS.items() if name not in NUMBERS}
+TEXTS = {name: of for name, of in GROUPINGS.items() if name not in _NUMBERS}
 """Texts of a run by which it may be picked."""
 
 Pick = Callable[[Run], bool]
@@ -69,7 +68,7 @@ def _condition(text: str) -> Pick:
     ranges = [_range(name, value) for value in values]
 
     def holds(run: Run) -> bool:
-        value = NUMBERS[name](run)
+        value = _NUMBERS[name](run)
         if value is None:
             return False
         return any(low <= value <= high for low, high in ranges) != differs
@@ -86,9 +85,9 @@ def _parts(text: str) -> tuple[str, bool, list[str]]:
         raise AutoparError(
             f"condition {shown(text)} is not of the form NAME=VALUES, such as framework=nanotron or memory=10..70"
         )
-    if name not in TEXTS and name not in NUMBERS:
+    if name not in TEXTS and name not in _NUMBERS:
         raise AutoparError(
-            f"condition {shown(text)}: {shown(name)} is not known; {nearest(name, [*TEXTS, *NUMBERS])}"
+            f"condition {shown(text)}: {shown(name)} is not known; {nearest(name, [*TEXTS, *_NUMBERS])}"
         )
     return name, differs, values
 

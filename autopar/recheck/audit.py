@@ -12,7 +12,7 @@ large ones, so that a finding names the exact place:
   objective.
 - memory: the bytes of each rank.
 
-Seconds may differ by `TOLERANCE`, which is far above the rounding of sums. Bytes may not differ.
+Seconds may differ by `_TOLERANCE`, which is far above the rounding of sums. Bytes may not differ.
 The planner's own costs are in floating point; the rounding of CP-SAT is not part of the objective.
 """
 
@@ -32,12 +32,12 @@ from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_planned
 from autopar.recheck.plan_costs import (
-    Priced,
-    Segment,
+    PricedModel,
+    PricedSegment,
     actions_of,
     block_numbers,
     fullest_moment,
-    longest_hop_s,
+    longest_message_s,
     message_bytes,
     owned_by,
     passing_bytes,
@@ -52,7 +52,7 @@ from autopar.text.units import gib, ms
 if TYPE_CHECKING:
     from rich.console import Group
 
-TOLERANCE = 1e-9
+_TOLERANCE = 1e-9
 """Relative tolerance of seconds. Sums of up to 1e6 terms in another order differ by less than
 1e-10.
 """
@@ -64,7 +64,7 @@ _WORDS = {"forward_s": "forward", "backward_s": "backward", "step_s": "work once
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Disagreement:
     """A record of one disagreement between a plan and its audit: where it is, and what is wrong."""
 
     where: str
@@ -92,7 +92,7 @@ class Audit:
     ops: int
     edges: int
     conversions: int
-    findings: tuple[Finding, ...]
+    findings: tuple[Disagreement, ...]
 
     @property
     def disagreements(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
 # ------------------------------------------------------------------------------------------------------- what is priced
 
 
-def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[range]) -> dict[str, float]:
+def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -> dict[str, float]:
     """By name of a part, seconds of a step; they add up to the step. With a pipeline the parts are
     those of the busiest rank, its bubble, work once a step, and fixed time.
 
@@ -207,7 +207,7 @@ def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[range]) -> dic
     # nobody waits for the gradient of the first stage's input
     times[0] = replace(times[0], weight_s=times[0].backward_s)
     sent = [message_bytes(base, segments, stage[0]) for stage in of_stage[1:]]
-    hop_s = longest_hop_s([model for model, _ in on], sent)
+    hop_s = longest_message_s([model for model, _ in on], sent)
     took_s = pipeline_time(plan.schedule, times, ranks, micro, hop_s).time_s
     busy_s = micro * max(sum(t.total_s for t in times[rank::ranks]) for rank in range(ranks))
     return {
@@ -221,7 +221,7 @@ def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[range]) -> dic
 def _rank_bytes(
     plan: Plan,
     base: AnnotatedModel,
-    segments: Sequence[Segment],
+    segments: Sequence[PricedSegment],
     of_stage: Sequence[range],
     rank: int,
 ) -> int:
@@ -263,7 +263,9 @@ def _rank_bytes(
     return static + most + _most_in_backward(plan, late, moments, rank)
 
 
-def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
+def _sent_bytes(
+    base: AnnotatedModel, segments: Sequence[PricedSegment], stage: Sequence[int]
+) -> int:
     """Bytes of what a stage (the numbers of its segments) has sent to later ones, if that stays
     until the stage's backward. Otherwise 0, as for the last stage.
     """
@@ -302,8 +304,8 @@ def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int])
 
 
 def _op_findings(
-    plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]
-) -> Iterator[Finding]:
+    plan: Plan, segments: Sequence[PricedSegment], numbers: Sequence[int]
+) -> Iterator[Disagreement]:
     """Yields findings on ops whose layouts over tp are not those of their strategy, and on ops that
     the plan or the model lacks. Each block of the plan is checked once.
 
@@ -317,18 +319,22 @@ def _op_findings(
                 strategy.inputs,
                 strategy.outputs,
             ):
-                yield Finding(
+                yield Disagreement(
                     f"{name} of {block.name}",
                     f"the plan has it read {_listed(choice.inputs)} and make {_listed(choice.outputs)} over tp; its strategy "
                     f"{strategy.name} reads {_listed(strategy.inputs)} and makes {_listed(strategy.outputs)}",
                 )
         if odd := sorted(set(block.ops) - set(segment.chosen)):
-            yield Finding(block.name, f"the plan has ops that this model lacks: {', '.join(odd)}")
+            yield Disagreement(
+                block.name, f"the plan has ops that this model lacks: {', '.join(odd)}"
+            )
         if left := sorted(set(segment.chosen) - set(block.ops)):
-            yield Finding(block.name, f"the plan lacks ops of this model: {', '.join(left)}")
+            yield Disagreement(block.name, f"the plan lacks ops of this model: {', '.join(left)}")
 
 
-def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator[Finding]:
+def _tie_findings(
+    base: AnnotatedModel, segments: Sequence[PricedSegment]
+) -> Iterator[Disagreement]:
     for group in base.ties:
         placed = {
             f"{base.classes[index].name}.{name}": str(segment.chosen[name].outputs[0].value)
@@ -337,16 +343,18 @@ def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator
             if segment.class_index == index
         }
         if len(set(placed.values())) > 1:
-            yield Finding(" and ".join(placed), f"one tensor is stored in several ways: {placed}")
+            yield Disagreement(
+                " and ".join(placed), f"one tensor is stored in several ways: {placed}"
+            )
 
 
 def _ledger_findings(
     plan: Plan,
     base: AnnotatedModel,
-    segments: Sequence[Segment],
+    segments: Sequence[PricedSegment],
     numbers: Sequence[int],
     group: int,
-) -> Iterator[Finding]:
+) -> Iterator[Disagreement]:
     """Yields findings on blocks and edges whose seconds or bytes, on the devices of `group`, differ
     from those in the certificate's ledger. `base` and `segments` are at the prices of these
     devices. `numbers` has the plan's block of each segment.
@@ -354,7 +362,7 @@ def _ledger_findings(
     ledger = [entry for entry in plan.certificate.ledger if entry.get("group", 0) == group]
     said = [entry for entry in ledger if entry["part"] == "block"]
     if len(said) != len(plan.blocks):
-        yield Finding(
+        yield Disagreement(
             "certificate",
             f"its ledger has {len(said)} blocks, the plan {len(plan.blocks)}: plan again",
         )
@@ -367,11 +375,11 @@ def _ledger_findings(
                 device = (
                     f" on {plan.devices[plan.mesh.groups.index(group)]}" if plan.devices else ""
                 )
-                yield Finding(_named(block) + device, words)
+                yield Disagreement(_named(block) + device, words)
     yield from _edge_findings(plan, base, segments, numbers, ledger)
 
 
-def _block_cost(base: AnnotatedModel, segment: Segment) -> dict[str, float]:
+def _block_cost(base: AnnotatedModel, segment: PricedSegment) -> dict[str, float]:
     own, inside = segment.chosen.values(), segment.inside
     return {
         "forward_s": fsum(c.forward_s for c in inside),
@@ -386,10 +394,10 @@ def _block_cost(base: AnnotatedModel, segment: Segment) -> dict[str, float]:
 def _edge_findings(
     plan: Plan,
     base: AnnotatedModel,
-    segments: Sequence[Segment],
+    segments: Sequence[PricedSegment],
     numbers: Sequence[int],
     ledger: Sequence[Mapping[str, Any]],
-) -> Iterator[Finding]:
+) -> Iterator[Disagreement]:
     """Yields findings on edges between blocks whose layout change takes other seconds than `ledger`
     says. Edges of the same blocks, output and input are checked once. Other arguments are those of
     `_ledger_findings`.
@@ -416,14 +424,16 @@ def _edge_findings(
         a, b = said.get(edge, (0.0, 0.0)), seen.get(edge, (0.0, 0.0))
         if not all(_agree("forward_s", x, y) for x, y in zip(a, b, strict=True)):
             where = f"edge from output {edge[1]} of {_named(plan.blocks[edge[0]])} to input {edge[3]} of {_named(plan.blocks[edge[2]])}"
-            yield Finding(where, f"to convert takes {ms(sum(b))}, the certificate has {ms(sum(a))}")
+            yield Disagreement(
+                where, f"to convert takes {ms(sum(b))}, the certificate has {ms(sum(a))}"
+            )
 
 
-def _total_findings(plan: Plan, audited_s: float, held: Sequence[int]) -> Iterator[Finding]:
+def _total_findings(plan: Plan, audited_s: float, held: Sequence[int]) -> Iterator[Disagreement]:
     objective_s, predicted = plan.certificate.objective_s, plan.predicted
-    if not isclose(audited_s, objective_s, rel_tol=TOLERANCE):
+    if not isclose(audited_s, objective_s, rel_tol=_TOLERANCE):
         off = audited_s / objective_s - 1
-        yield Finding(
+        yield Disagreement(
             "step",
             f"all parts sum to {ms(audited_s)}, the objective is {ms(objective_s)} ({100 * off:+.3g} %)",
         )
@@ -431,10 +441,10 @@ def _total_findings(plan: Plan, audited_s: float, held: Sequence[int]) -> Iterat
         ("predicted step time", predicted.step_time_s),
         ("predicted breakdown", fsum(predicted.breakdown.values())),
     ):
-        if not isclose(seconds, objective_s, rel_tol=TOLERANCE):
-            yield Finding(name, f"is {ms(seconds)}, the objective {ms(objective_s)}")
-    if plan.certificate.bound_s > objective_s * (1 + TOLERANCE):
-        yield Finding(
+        if not isclose(seconds, objective_s, rel_tol=_TOLERANCE):
+            yield Disagreement(name, f"is {ms(seconds)}, the objective {ms(objective_s)}")
+    if plan.certificate.bound_s > objective_s * (1 + _TOLERANCE):
+        yield Disagreement(
             "certificate",
             f"its bound of {ms(plan.certificate.bound_s)} is above the objective of {ms(objective_s)}",
         )
@@ -442,14 +452,14 @@ def _total_findings(plan: Plan, audited_s: float, held: Sequence[int]) -> Iterat
         if said != found:
             stages = plan.stages[rank :: plan.mesh.pp]
             where = f"rank {rank} ({', '.join(f'{stage[0]} to {stage[-1]}' for stage in stages)})"
-            yield Finding(
+            yield Disagreement(
                 where,
                 f"holds {found} bytes, the plan says {said} ({(found - said) / 2**20:+,.3f} MiB)",
             )
 
 
 def _agree(part: str, said: float, found: float) -> bool:
-    return said == found if part.endswith("_bytes") else isclose(said, found, rel_tol=TOLERANCE)
+    return said == found if part.endswith("_bytes") else isclose(said, found, rel_tol=_TOLERANCE)
 
 
 def _unit(part: str, amount: float) -> str:

@@ -29,13 +29,13 @@ from autopar.ir.annotated import (
 from autopar.ir.cluster import MixedCluster
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_planned
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.pipeline.schedule_actions import schedule_actions
 
-Chosen = Mapping[str, Strategy]
+_Chosen = Mapping[str, Strategy]
 """The strategy of each op of a block class, by op name."""
 
 
@@ -107,13 +107,13 @@ class LayoutChange:
     """A layout change over tp of the value `value`, from `have` to `need`, with its price."""
 
     value: str
-    have: Layout
-    need: Layout
+    have: AxisLayout
+    need: AxisLayout
     price: Conversion
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PricedSegment:
     """A segment as the plan runs it, with prices. `chosen` has the strategy of each op by name.
     `buffer_bytes` is the buffer that its recompute mode needs; `arrivals` are the layout changes of
     its inputs.
@@ -121,7 +121,7 @@ class Segment:
 
     class_index: int
     block: AnnotatedBlock
-    chosen: Chosen
+    chosen: _Chosen
     buffer_bytes: int
     arrivals: tuple[LayoutChange, ...]
 
@@ -223,7 +223,7 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
             for rank, ((model, _), of) in enumerate(zip(on, owned, strict=True))
         ),
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
-        longest_hop_s([model for model, _ in on], sent),
+        longest_message_s([model for model, _ in on], sent),
         base.fixed_s,
     )
 
@@ -246,7 +246,7 @@ def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     return schedule_actions(schedule, ranks, len(plan.stages) // ranks, plan.num_microbatches)
 
 
-def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
+def longest_message_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
     """Seconds of the longest message between stages: the largest of the messages `sent` (bytes)
     over the slowest link of the models. 0.0 if nothing is sent.
     """
@@ -287,50 +287,54 @@ def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
     return [number_of[segment.name] for segment in traced.segments]
 
 
-Priced = tuple[AnnotatedModel, list[Segment]]
+PricedModel = tuple[AnnotatedModel, list[PricedSegment]]
 """The model annotated without recomputation, and every segment with the plan's strategies and
 recompute mode.
 """
 
 
-def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[Priced]:
+def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[PricedModel]:
     """For each pipeline rank, all segments of the model at the prices of its devices
-    (`segments_of`).
+    (`priced_segments`).
     """
-    by_group = {group: segments_of(plan, traced, request, group) for group in set(plan.mesh.groups)}
+    by_group = {
+        group: priced_segments(plan, traced, request, group) for group in set(plan.mesh.groups)
+    }
     return [by_group[group] for group in plan.mesh.groups]
 
 
-def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: int = 0) -> Priced:
+def priced_segments(
+    plan: Plan, traced: TracedModel, request: PlanRequest, group: int = 0
+) -> PricedModel:
     """(the model annotated without recomputation, all its segments with the plan's strategies and
     recompute modes), at the prices of the cluster's group `group` of devices.
 
     Raises AutoparError if the plan's choices are not possible for this model and request.
     """
     annotator = annotator_of(traced)
-    model_of = cache(lambda mode: annotator.annotate(setting_of(plan, request, mode, group)))
+    model_of = cache(lambda mode: annotator.annotate(plan_setting(plan, request, mode, group)))
     base = model_of("none")
-    fixed = annotator.axis_choices(setting_of(plan, request, "none", group))
+    fixed = annotator.axis_choices(plan_setting(plan, request, "none", group))
 
     @cache
-    def chosen_of(number: int, index: int) -> Chosen:
+    def chosen_of(number: int, index: int) -> _Chosen:
         own = plan.blocks[number]
         ops = model_of(_mode(plan, own)).classes[index].ops
         _check_fixed_axes(plan, own, fixed[index], [op.name for op in ops])
         return {op.name: _strategy(op, own, plan.mesh.tp) for op in ops}
 
-    found: list[Segment] = []
+    found: list[PricedSegment] = []
     numbers = block_numbers(plan, traced)
     for segment, sources, number in zip(traced.segments, base.reads, numbers, strict=True):
         index = segment.class_index
         model, chosen = model_of(_mode(plan, plan.blocks[number])), chosen_of(number, index)
         arrivals = tuple(_arrivals(model, found, index, chosen, sources))
         again_bytes = model.fixed_bytes - base.fixed_bytes
-        found.append(Segment(index, model.classes[index], chosen, again_bytes, arrivals))
+        found.append(PricedSegment(index, model.classes[index], chosen, again_bytes, arrivals))
     return base, found
 
 
-def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
+def plan_setting(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
     """The setting under which the plan's choices are annotated, with the recompute mode `mode` for
     all blocks, on the cluster's group `group` of devices.
     """
@@ -396,9 +400,9 @@ def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
 
 def _arrivals(
     model: AnnotatedModel,
-    before: Sequence[Segment],
+    before: Sequence[PricedSegment],
     index: int,
-    chosen: Chosen,
+    chosen: _Chosen,
     sources: Sequence[tuple[int, int]],
 ) -> Iterator[LayoutChange]:
     """Yields the layout changes of the inputs of a segment of class `index` with the strategies
@@ -425,7 +429,7 @@ def _arrivals(
             yield LayoutChange(name, have, need, price)
 
 
-def _changes(block: AnnotatedBlock, chosen: Chosen) -> Iterator[LayoutChange]:
+def _changes(block: AnnotatedBlock, chosen: _Chosen) -> Iterator[LayoutChange]:
     """Yields the layout changes inside a segment: one for each value and each layout that an op
     reads and the producer does not deliver. Raises AutoparError if one is impossible.
     """
@@ -447,7 +451,10 @@ def _changes(block: AnnotatedBlock, chosen: Chosen) -> Iterator[LayoutChange]:
 
 
 def _priced(
-    conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str
+    conversions: Mapping[tuple[AxisLayout, AxisLayout], Conversion],
+    have: AxisLayout,
+    need: AxisLayout,
+    where: str,
 ) -> Conversion:
     """The price of the layout change from `have` to `need`. Raises AutoparError, which names
     `where`, if the change is impossible.
@@ -478,7 +485,9 @@ def _largest(tensors: Iterable[Saved]) -> int:
     return sum(largest.values())
 
 
-def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int) -> StageCost:
+def _stage(
+    run: Sequence[PricedSegment], last: int | None, sent_bytes: int, first: int
+) -> StageCost:
     """The cost of the stage with the segments `run`, of which the first has the number `first`. It
     keeps `sent_bytes` of its results until backward.
 
@@ -498,7 +507,7 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
     return StageCost(stage_times(run), kept, whole, split, late, given_back)
 
 
-def stage_times(run: Sequence[Segment]) -> StageTimes:
+def stage_times(run: Sequence[PricedSegment]) -> StageTimes:
     """Seconds of forward, of backward, and of its part for parameters' gradients: one micro-batch
     on a stage with the segments `run`.
     """
@@ -510,7 +519,9 @@ def stage_times(run: Sequence[Segment]) -> StageTimes:
     )
 
 
-def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
+def fullest_moment(
+    run: Sequence[PricedSegment], last: int | None, given_back: int, split: bool
+) -> int:
     """Peak bytes that the backward of the segments `run` needs besides what is kept, at least 0.
     The backward of class `last` comes first and has then freed `given_back` bytes.
 
@@ -539,7 +550,7 @@ def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:
     return 2 * max(max(sent[stage - 1] if stage else 0, sent[stage]) for stage in mine)
 
 
-def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int) -> int:
+def message_bytes(model: AnnotatedModel, segments: Sequence[PricedSegment], first: int) -> int:
     """Bytes that enter the stage that begins with segment `first`: each earlier value that is read
     there or later, once.
     """
@@ -553,7 +564,7 @@ def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int
 
 
 def owned_by(
-    model: AnnotatedModel, segments: Sequence[Segment], held: Iterable[int]
+    model: AnnotatedModel, segments: Sequence[PricedSegment], held: Iterable[int]
 ) -> Iterator[Strategy]:
     """Yields the strategies whose parameters a rank with the segments numbered `held` stores. They
     are all of its segments and, for each shared parameter that it only borrows, that of the first

@@ -168,7 +168,7 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     times = [stage.times for stage in costs.stages]
     played = simulate_pipeline(actions, times, costs.hop_s)
     busiest_s = max(played.busy_s(rank) for rank in range(plan.mesh.pp))
-    held = [held_bytes(todo, costs.stages) for todo in actions]
+    held = [peak_held_bytes(todo, costs.stages) for todo in actions]
     replayed_bytes, together_bytes = (
         tuple(map(add, costs.static_bytes, peaks)) for peaks in zip(*held, strict=True)
     )
@@ -182,7 +182,7 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     )
 
 
-def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:
+def peak_held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:
     """Peak bytes of a rank's list of actions, without static bytes, as two numbers. `stages` has
     the costs of all stages of the plan.
 
@@ -207,7 +207,7 @@ def _more(share: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBytes:
     """Bytes that a rank holds besides static ones. `kept` is what forwards keep, of which first
     parts of backwards have freed `given_back`. `late` waits between two parts of a backward.
     `needed` is what an action needs while it runs.
@@ -224,7 +224,9 @@ class Held:
         return self.kept - self.given_back + self.late
 
 
-def held_states(todo: Iterable[Action], stages: Sequence[StageCost]) -> Iterator[tuple[Held, Held]]:
+def held_states(
+    todo: Iterable[Action], stages: Sequence[StageCost]
+) -> Iterator[tuple[HeldBytes, HeldBytes]]:
     """For each action of a rank, in order: what is held while it runs, and after it. A forward
     counts what it keeps from its start on. `stages` has the costs of all stages of the plan.
     """
@@ -234,8 +236,8 @@ def held_states(todo: Iterable[Action], stages: Sequence[StageCost]) -> Iterator
         kept += stage.kept_bytes if kind == "F" else 0
         late += stage.late_bytes if kind == "I" else 0
         needed = {"F": 0, "B": stage.moment_bytes}.get(kind, stage.split_moment_bytes)
-        running = Held(kept, late, given_back, needed)
+        running = HeldBytes(kept, late, given_back, needed)
         given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(kind, 0)
         kept -= stage.kept_bytes if kind in "BW" else 0
         late -= stage.late_bytes if kind == "W" else 0
-        yield running, Held(kept, late, given_back)
+        yield running, HeldBytes(kept, late, given_back)

@@ -7,12 +7,14 @@ device change by one factor. Nothing else is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 from statistics import median, quantiles
 
+from autopar_cost_models import Device
 from autopar_cost_models.collectives import collective_time_s
+from autopar_cost_models.curves import Curve
 from autopar_cost_models.matmul import shaped_matmul_time_s
 from autopar_cost_models.roofline import stream_s
 from autopar_cost_models.topology import group_shape
@@ -20,16 +22,11 @@ from autopar_cost_models.topology import group_shape
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.refit.measured_run import MeasuredRun, Transfer
-from autopar.refit.rates import (
-    MOST,
-    factor_for,
-    with_compute,
-    with_link,
-    with_memory,
-    with_products,
-)
 from autopar.refit.what_ran import Price, WhatRan
 from autopar.text.units import ms
+
+MOST_FACTOR = 8.0
+"""The largest factor of a rate that is looked for."""
 
 LEAST_STREAM_BYTES = 2**27
 """Element-wise kernels below this may find their operands in a cache: H100 has 50 MB of L2."""
@@ -47,7 +44,7 @@ _STEP_CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FittedRate:
     """A fitted rate: its name, its value before and after, and what showed it. `unit` is '' for a
     share of the datasheet's rate.
     """
@@ -67,7 +64,7 @@ class Refit:
 
     run: MeasuredRun
     cluster: ClusterSpec
-    changes: tuple[Change, ...]
+    changes: tuple[FittedRate, ...]
     unseen: tuple[str, ...]
     before: Price | None = None
     after: Price | None = None
@@ -79,7 +76,7 @@ class _Fit:
     """A fit under way."""
 
     cluster: ClusterSpec
-    changes: list[Change] = field(default_factory=list)
+    changes: list[FittedRate] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
 
@@ -178,7 +175,7 @@ def _fit_dtype(fit: _Fit, run: MeasuredRun, dtype: str) -> bool:
         return False
     before = device.achieved_flops(dtype) / device.peak_flops(dtype)
     shown_by = f"{len(own):,} products of the trace"
-    fit.changes.append(Change(what, before, before * factor, shown_by))
+    fit.changes.append(FittedRate(what, before, before * factor, shown_by))
     fit.cluster = replace(fit.cluster, device=with_products(device, (dtype,), factor))
     return True
 
@@ -205,7 +202,7 @@ def _fit_memory(fit: _Fit, run: MeasuredRun) -> None:
         return
     shown_by = f"{len(large):,} element-wise kernels of the trace"
     before = device.bandwidth_efficiency
-    fit.changes.append(Change("memory", before, before * factor, shown_by))
+    fit.changes.append(FittedRate("memory", before, before * factor, shown_by))
     fit.cluster = replace(fit.cluster, device=with_memory(device, factor))
 
 
@@ -234,7 +231,7 @@ def _fit_links(fit: _Fit, run: MeasuredRun) -> bool:
             continue
         before = getattr(topology, side).efficiency
         shown_by = f"{len(own):,} collectives of the trace"
-        fit.changes.append(Change(words, before, before * factor, shown_by))
+        fit.changes.append(FittedRate(words, before, before * factor, shown_by))
         fit.cluster, fitted = with_link(fit.cluster, side, factor), True
     return fitted
 
@@ -274,7 +271,7 @@ def _fit_gaps(fit: _Fit, run: MeasuredRun) -> None:
     device, gap_s = fit.cluster.device, median(run.gaps_s)
     fit.cluster = replace(fit.cluster, device=replace(device, launch_s=gap_s))
     shown_by = f"{len(run.gaps_s):,} gaps between kernels"
-    fit.changes.append(Change("launch", device.launch_s * 1e6, gap_s * 1e6, shown_by, "us"))
+    fit.changes.append(FittedRate("launch", device.launch_s * 1e6, gap_s * 1e6, shown_by, "us"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- by step
@@ -323,10 +320,10 @@ def _fit_whole(
     for dtype in device.flops:
         share = device.achieved_flops(dtype) / device.peak_flops(dtype)
         fitted = share * factor if dtype in device.matmul_curves else min(share * factor, 1.0)
-        fit.changes.append(Change(f"products in {dtype}", share, fitted, shown_by))
+        fit.changes.append(FittedRate(f"products in {dtype}", share, fitted, shown_by))
     share = device.bandwidth_efficiency
     fitted = share * factor if device.memory_curve is not None else min(share * factor, 1.0)
-    fit.changes.append(Change("memory", share, fitted, shown_by))
+    fit.changes.append(FittedRate("memory", share, fitted, shown_by))
     fit.unseen.append(
         "products apart from memory: one number changes both rates of the device by one factor"
     )
@@ -350,12 +347,12 @@ def _fit_exchange(fit: _Fit, ran: WhatRan, exchange_s: float) -> None:
         return
     share = start.topology.intra.efficiency
     fit.changes.append(
-        Change("link inside a node", share, share * factor, "collectives inside passes")
+        FittedRate("link inside a node", share, share * factor, "collectives inside passes")
     )
     fit.cluster = with_link(start, "intra", factor)
 
 
-def _beyond(what: str, cluster: ClusterSpec, most: float = MOST) -> str:
+def _beyond(what: str, cluster: ClusterSpec, most: float = MOST_FACTOR) -> str:
     near = f"no rate within a factor of {most:g}, and up to the datasheet's, explains it"
     return f"{what}: {near}; is this {cluster.device.name}, as in {cluster.name}?"
 
@@ -368,3 +365,67 @@ def _always_unseen(run: MeasuredRun, before: Price | None) -> list[str]:
     if run.reserved_bytes is not None and before is not None:
         found.append("memory that is held: the log's is compared above, and no rate changes it")
     return found
+
+
+def slower(points: Curve, factor: float) -> Curve:
+    """A curve of (size, seconds) at `factor` times the rate."""
+    return tuple((size, seconds / factor) for size, seconds in points)
+
+
+def with_products(device: Device, dtypes: Collection[str], factor: float) -> Device:
+    """The device with products in `dtypes` at `factor` times the rate, and at most at the datasheet's."""
+    efficiency = dict(device.dtype_efficiency)
+    curves = dict(device.matmul_curves)
+    for dtype in dtypes:
+        if dtype in curves:
+            curves[dtype] = slower(curves[dtype], factor)
+        now = efficiency.get(dtype, device.matmul_efficiency)
+        efficiency[dtype] = min(now * factor, 1.0)
+    return replace(device, dtype_efficiency=efficiency, matmul_curves=curves)
+
+
+def with_memory(device: Device, factor: float) -> Device:
+    """The device with memory at `factor` times the rate, and at most at the datasheet's."""
+    if device.memory_curve is not None:
+        return replace(device, memory_curve=slower(device.memory_curve, factor))
+    return replace(device, bandwidth_efficiency=min(device.bandwidth_efficiency * factor, 1.0))
+
+
+def with_compute(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    """The cluster with products and memory of its devices at `factor` times the rate."""
+    device = with_products(cluster.device, tuple(cluster.device.flops), factor)
+    return replace(cluster, device=with_memory(device, factor))
+
+
+def with_link(cluster: ClusterSpec, side: str, factor: float) -> ClusterSpec:
+    """The cluster with the link `side` ('intra' or 'inter') at `factor` times the rate, and at most
+    at the line rate.
+    """
+    topology = cluster.topology
+    link = topology.intra if side == "intra" else topology.inter
+    curves = {
+        name: {ranks: slower(points, factor) for ranks, points in of.items()}
+        for name, of in link.curves.items()
+    }
+    changed = replace(link, efficiency=min(link.efficiency * factor, 1.0), curves=curves)
+    if side == "intra":
+        return replace(cluster, topology=replace(topology, intra=changed))
+    return replace(cluster, topology=replace(topology, inter=changed))
+
+
+def factor_for(
+    seconds: Callable[[float], float],
+    wanted_s: float,
+    most: float = MOST_FACTOR,
+    close: float = 1e-6,
+) -> float | None:
+    """The factor of a rate at which `seconds(factor)`, which falls as it grows, is `wanted_s`, to a
+    relative `close`. None if no factor from 1 / `most` to `most` is: the rate does not explain it.
+    """
+    low, high = 1 / most, most
+    if not seconds(high) <= wanted_s <= seconds(low):
+        return None
+    while high / low > 1 + close:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) > wanted_s else (low, middle)
+    return (low * high) ** 0.5

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MeasuredProduct:
     """A matrix product on the device: `batch` products (m, k) @ (k, n) in `dtype`, in seconds."""
 
     m: int
@@ -19,7 +19,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class MeasuredStream:
     """An element-wise kernel: the bytes that it reads and writes, and its seconds."""
 
     size_bytes: int
@@ -62,8 +62,8 @@ class MeasuredRun:
     tokens_per_s_per_gpu: float | None = None
     global_batch: int | None = None
     reserved_bytes: float | None = None
-    products: tuple[Product, ...] = ()
-    streams: tuple[Stream, ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()
+    streams: tuple[MeasuredStream, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     gaps_s: tuple[float, ...] = ()
     ranges: Mapping[str, float] = field(default_factory=dict)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.jobs.pricing import setting_of as job_setting
-from autopar.jobs.pricing import unlimited
+from autopar.jobs.pricing import job_setting, unlimited
 from autopar.jobs.verdicts import withheld
 from autopar.models import parse_model
 from autopar.planning.model_facts import as_planned
 from autopar.predict.host import waiting_s
 from autopar.request.pins import Pins, pins_of
-from autopar.request.plan_request import PlanRequest
-from autopar.request.software import Software
+from autopar.request.plan_request import PlanRequest, request_of
 from autopar.runtime.state.precision import captured_in
 from autopar.targets.registry import read_job
 from autopar.text.plan_words import named_cluster
 
-TIME_LIMIT_S = 60.0
+_TIME_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class WhatRan:
         """Its price on a cluster of as many devices."""
         request = self.request(unlimited(cluster))
         # one or two candidates: helper processes would take longer to start than to search
-        plan = api.plan_traced(self.traced, request, TIME_LIMIT_S, processes=1)
+        plan = api.plan_traced(self.traced, request, _TIME_LIMIT_S, processes=1)
         return Price(plan, waiting_s(plan, self.traced, request))
 
 
@@ -97,21 +95,12 @@ def saved_plan(
         )
     native = parse_model(text)
     length = seq or plan.made_for.seq or native.max_seq or 512
-    runnable, pins = plan.made_for.runnable, Pins.of(pins_of(plan))
+    pins = Pins.of(pins_of(plan))
 
     def request(on: ClusterSpec) -> PlanRequest:
-        return PlanRequest(
-            on,
-            plan.global_batch,
-            pins,
-            plan.precision,
-            runnable,
-            native.name,
-            software=Software.from_data(plan.made_for.software),
-            micro_batch_mean=plan.micro_batch_mean,
-        )
+        return replace(request_of(plan, on), pin=pins)
 
-    traced = api.trace_spec(native, length, captured_in(plan.precision, runnable))
+    traced = api.trace_spec(native, length, captured_in(plan.precision, plan.made_for.runnable))
     if as_planned(traced, plan).model_hash != plan.model_hash:
         raise AutoparError(
             f"the plan {path} was made for {plan.model_name} on sequences of {plan.made_for.seq} tokens, and not for {text} on {length}: "

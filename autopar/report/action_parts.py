@@ -15,10 +15,10 @@ from autopar.ir.annotated import AnnotatedOp, Conversion, Strategy
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan
-from autopar.ir.sharding import COLLECTIVES, RP, Layout, transition
-from autopar.recheck.plan_costs import Segment
-from autopar.report.timeline import Part
-from autopar.text.layout_words import is_attention, is_experts
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, RP, AxisLayout, transition
+from autopar.recheck.plan_costs import PricedSegment
+from autopar.report.timeline import ActionPart
+from autopar.text.layout_words import is_attention_name, is_experts
 
 _SHARING = ("dp", "ep", "cp")
 """Axes whose ranks may share out a parameter."""
@@ -41,14 +41,14 @@ class _Pieces:
     """Parts under construction: neighbours of one kind and segment are joined."""
 
     segment: str
-    found: list[Part] = field(default_factory=list)
+    found: list[ActionPart] = field(default_factory=list)
 
     def work(self, kind: str, seconds: float) -> None:
         if seconds <= 0:
             return
         if self.found and self.found[-1].kind == kind:
             seconds += self.found.pop().seconds
-        self.found.append(Part(self.segment, kind, kind, seconds))
+        self.found.append(ActionPart(self.segment, kind, kind, seconds))
 
     def send(self, names: Sequence[str], seconds: float, together: bool = False) -> None:
         """Collectives that share `seconds`. If `together`, one of a name is joined with those before
@@ -59,9 +59,9 @@ class _Pieces:
             known = [k for k, part in enumerate(self.found) if together and part.name == name]
             if known:
                 share_s += self.found[known[0]].seconds
-                self.found[known[0]] = Part(self.segment, name, axis, share_s)
+                self.found[known[0]] = ActionPart(self.segment, name, axis, share_s)
             else:
-                self.found.append(Part(self.segment, name, axis, share_s))
+                self.found.append(ActionPart(self.segment, name, axis, share_s))
 
 
 class SegmentParts:
@@ -69,10 +69,10 @@ class SegmentParts:
     block of the plan.
     """
 
-    def __init__(self, plan: Plan, name: str, block: BlockPlan, segment: Segment) -> None:
+    def __init__(self, plan: Plan, name: str, block: BlockPlan, segment: PricedSegment) -> None:
         self.plan, self.name, self.block, self.segment = plan, name, block, segment
-        self._paid: set[tuple[str, str, Layout]] = set()
-        self._made: Mapping[tuple[str, str], Layout] = {
+        self._paid: set[tuple[str, str, AxisLayout]] = set()
+        self._made: Mapping[tuple[str, str], AxisLayout] = {
             (value, axis): layout
             for op in segment.block.ops
             for axis, choice in block.ops.get(op.name, {}).items()
@@ -82,7 +82,7 @@ class SegmentParts:
         """The collectives that each op runs itself in forward, by its name."""
         self.costed = list(self._costed())
 
-    def forward(self) -> list[Part]:
+    def forward(self) -> list[ActionPart]:
         """The parts of the forward of a micro-batch. Changes of what arrives come before the
         segment itself.
         """
@@ -93,7 +93,7 @@ class SegmentParts:
             into.work("forward", cost.forward_s - cost.forward_comm_s)
         return arriving.found + pieces.found
 
-    def backward(self, weights: bool | None = None) -> list[Part]:
+    def backward(self, weights: bool | None = None) -> list[ActionPart]:
         """The parts of the backward of a micro-batch. `weights` chooses one of two parts of a split
         backward: gradients of parameters, or all but those. None is the whole.
         """
@@ -127,7 +127,7 @@ class SegmentParts:
                     found |= dict.fromkeys(f"{name} in {way}" for name in names)
         return tuple(found)
 
-    def update(self) -> list[Part]:
+    def update(self) -> list[ActionPart]:
         """The parts of its share of the update after the last micro-batch: what reduces gradients,
         the optimizer, and what gathers updated parameters.
         """
@@ -215,8 +215,8 @@ class SegmentParts:
                     continue
                 self._paid.add((value, axis, need))
                 names = transition(have, need)
-                forward += [f"{names[0]} over {axis}"] * (names[0] in COLLECTIVES)
-                backward += [f"{names[1]} over {axis}"] * (names[1] in COLLECTIVES)
+                forward += [f"{names[0]} over {axis}"] * (names[0] in COLLECTIVE_PRIMITIVES)
+                backward += [f"{names[1]} over {axis}"] * (names[1] in COLLECTIVE_PRIMITIVES)
         return tuple(forward), tuple(backward)
 
     def _again_comm_s(self, cost: Strategy | Conversion) -> float:
@@ -232,7 +232,8 @@ def _weight_s(item: _Costed) -> float:
 
 def _over_tp(forward: str, backward: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     there, back = (
-        (f"{name} over tp",) if name in COLLECTIVES else () for name in (forward, backward)
+        (f"{name} over tp",) if name in COLLECTIVE_PRIMITIVES else ()
+        for name in (forward, backward)
     )
     return there, back
 
@@ -244,7 +245,7 @@ def _inside(op: AnnotatedOp, strategies: Mapping[str, str]) -> tuple[Sequence[st
     if "ep" in strategies and is_experts(op.name):
         return ["all_to_all over ep"] * 3, ["all_to_all over ep"] * 2
     context = strategies.get("cp", "").partition(" ")[0]
-    if is_attention(op.name) and context in ("ring", "ulysses"):
+    if is_attention_name(op.name) and context in ("ring", "ulysses"):
         names = ["ring over cp"] if context == "ring" else ["all_to_all over cp"] * 4
         return names, names
     if strategies.get("tp", "").partition(" ")[0] == "v":

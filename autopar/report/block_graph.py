@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from autopar.ir.annotated import AnnotatedOp
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan
-from autopar.ir.sharding import COLLECTIVES, transition
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, transition
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_planned
-from autopar.recheck.plan_costs import LayoutChange, Segment, segments_of, stage_segments
+from autopar.recheck.plan_costs import LayoutChange, PricedSegment, priced_segments, stage_segments
 from autopar.report.action_parts import SegmentParts
 from autopar.report.svg import Svg
 from autopar.request.plan_request import PlanRequest
@@ -69,12 +69,14 @@ def block_graph(plan: Plan, traced: TracedModel, request: PlanRequest) -> BlockG
     names = interesting(block)
     if not names:
         return None
-    _, segments = segments_of(plan, traced, request, plan.mesh.groups[0])
+    _, segments = priced_segments(plan, traced, request, plan.mesh.groups[0])
     number = next(n for n, s in enumerate(traced.segments) if s.name == block.segments[-1])
     return _graph(plan, block, segments[number], names)
 
 
-def _graph(plan: Plan, block: BlockPlan, segment: Segment, names: Sequence[str]) -> BlockGraph:
+def _graph(
+    plan: Plan, block: BlockPlan, segment: PricedSegment, names: Sequence[str]
+) -> BlockGraph:
     shown = set(names)
     ops = [op for op in segment.block.ops if op.kind != "parameter"]
     edges = _edges(segment, ops, shown)
@@ -101,7 +103,9 @@ def _graph(plan: Plan, block: BlockPlan, segment: Segment, names: Sequence[str])
     )
 
 
-def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tuple[GraphEdge, ...]:
+def _edges(
+    segment: PricedSegment, ops: Sequence[AnnotatedOp], shown: set[str]
+) -> tuple[GraphEdge, ...]:
     """Edges between shown ops, inputs and outputs."""
     changes = {(change.value, change.need): change for change in segment.changes}
     reached: dict[str, dict[str, tuple[str, ...]]] = {}  # value -> shown source -> collectives
@@ -115,7 +119,7 @@ def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tup
             if change is not None:
                 name, _ = transition(change.have, change.need)
                 words = f"{name.replace('_', '-')} over tp" + ", shared" * (change in used)
-                sent = (words,) if name in COLLECTIVES else ()
+                sent = (words,) if name in COLLECTIVE_PRIMITIVES else ()
                 used.append(change)
             for source, before in reached.get(value, {}).items():
                 sources.setdefault(source, (*before, *sent))

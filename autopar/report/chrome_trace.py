@@ -18,7 +18,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.files import path_of, reason_of, write_text
 from autopar.ir.plan import Plan
-from autopar.report.timeline import AXES, Message, Part, Slice, Timeline
+from autopar.report.timeline import COMMUNICATION_AXES, ActionPart, Message, Slice, Timeline
 from autopar.text.units import ms
 
 MOST_EVENTS = 10**6
@@ -27,7 +27,7 @@ _MICRO = 1e6
 _RANGES, _COMPUTE, _AXIS, _MESSAGES = 1, 2, 3, 10
 """Numbers of threads; axes are numbered from `_AXIS`, and lanes of messages from `_MESSAGES`."""
 
-Event = dict[str, Any]
+_Event = dict[str, Any]
 
 
 def trace_data(timeline: Timeline, plan: Plan, every_rank: bool = False) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def trace_data(timeline: Timeline, plan: Plan, every_rank: bool = False) -> dict
     }
 
 
-def _events(timeline: Timeline, plan: Plan, every_rank: bool, deep: bool) -> list[Event] | None:
+def _events(timeline: Timeline, plan: Plan, every_rank: bool, deep: bool) -> list[_Event] | None:
     """All events; None if there are more than `MOST_EVENTS`. `deep`: with what actions consist of."""
-    events: list[Event] = []
+    events: list[_Event] = []
     for rank in range(timeline.ranks):
         mine = list(islice(_process(timeline, rank, deep), MOST_EVENTS + 1))
         members = [n for n in range(plan.mesh.num_devices) if plan.mesh.coordinate(n, "pp") == rank]
@@ -131,13 +131,13 @@ def _process_words(plan: Plan, rank: int, members: Sequence[int]) -> str:
     return f"{words}: each of {len(members)} ranks"
 
 
-def _process(timeline: Timeline, rank: int, deep: bool) -> Iterator[Event]:
+def _process(timeline: Timeline, rank: int, deep: bool) -> Iterator[_Event]:
     """The events of a pipeline rank, without arrows and the process itself. `deep`: with what its
     actions consist of.
     """
-    axes = [axis for axis in AXES if axis in timeline.seconds_by_kind(rank)]
+    axes = [axis for axis in COMMUNICATION_AXES if axis in timeline.seconds_by_kind(rank)]
     threads = {_RANGES: "ranges", _COMPUTE: "compute"}
-    threads |= {_AXIS + AXES.index(axis): f"{axis} communication" for axis in axes}
+    threads |= {_AXIS + COMMUNICATION_AXES.index(axis): f"{axis} communication" for axis in axes}
     sent = _lanes([message for message in timeline.messages if message.sender == rank])
     lanes = range(1 + max((lane for lane, _ in sent), default=-1))
     threads |= {_MESSAGES + lane: "p2p" if lane == 0 else f"p2p {lane + 1}" for lane in lanes}
@@ -160,7 +160,7 @@ def _process(timeline: Timeline, rank: int, deep: bool) -> Iterator[Event]:
     yield from _counters(timeline, rank)
 
 
-def _inside(timeline: Timeline, rank: int, piece: Slice) -> Iterator[Event]:
+def _inside(timeline: Timeline, rank: int, piece: Slice) -> Iterator[_Event]:
     """The segments and parts of an interval. Of a cut interval, its first or last ones."""
     parts = timeline.parts_of(rank, piece)
     fold, whole_s = timeline.fold, sum(part.seconds for part in parts)
@@ -177,14 +177,16 @@ def _inside(timeline: Timeline, rank: int, piece: Slice) -> Iterator[Event]:
             at += part.seconds
 
 
-def _within(piece: Slice, name: str, tid: int, start_s: float, seconds: float) -> Iterator[Event]:
+def _within(piece: Slice, name: str, tid: int, start_s: float, seconds: float) -> Iterator[_Event]:
     first, last = max(start_s, piece.start_s), min(start_s + seconds, piece.end_s)
     if last > first:
         yield _slice(name, tid, first, last - first)
 
 
-def _thread(part: Part) -> int:
-    return _AXIS + AXES.index(part.kind) if part.kind in AXES else _COMPUTE
+def _thread(part: ActionPart) -> int:
+    return (
+        _AXIS + COMMUNICATION_AXES.index(part.kind) if part.kind in COMMUNICATION_AXES else _COMPUTE
+    )
 
 
 def _lanes(messages: Sequence[Message]) -> list[tuple[int, Message]]:
@@ -200,7 +202,7 @@ def _lanes(messages: Sequence[Message]) -> list[tuple[int, Message]]:
     return found
 
 
-def _counters(timeline: Timeline, rank: int) -> Iterator[Event]:
+def _counters(timeline: Timeline, rank: int) -> Iterator[_Event]:
     memory, fold = timeline.memory[rank], timeline.fold
     static = memory.static
     for held in memory.holdings:
@@ -216,7 +218,7 @@ def _counters(timeline: Timeline, rank: int) -> Iterator[Event]:
             yield {"ph": "C", "name": "memory in bytes", "ts": held.time_s * _MICRO, "args": parts}
 
 
-def _arrows(timeline: Timeline, rank: int, pid: int, processes: Sequence[int]) -> Iterator[Event]:
+def _arrows(timeline: Timeline, rank: int, pid: int, processes: Sequence[int]) -> Iterator[_Event]:
     """The arrows of the messages that a rank sends: from the message to the action that reads."""
     starts = {
         ("F" if piece.kind == "F" else "I", piece.stage, piece.micro_batch): piece.start_s
@@ -238,7 +240,7 @@ def _arrows(timeline: Timeline, rank: int, pid: int, processes: Sequence[int]) -
         yield arrow | read | {"ts": at * _MICRO}
 
 
-def _slice(name: str, tid: int, start_s: float, seconds: float) -> Event:
+def _slice(name: str, tid: int, start_s: float, seconds: float) -> _Event:
     return {
         "ph": "X",
         "cat": "user_annotation",
@@ -249,9 +251,9 @@ def _slice(name: str, tid: int, start_s: float, seconds: float) -> Event:
     }
 
 
-def _named(pid: int, what: str, name: str) -> Event:
+def _named(pid: int, what: str, name: str) -> _Event:
     return {"ph": "M", "pid": pid, "tid": 0, "name": what, "args": {"name": name}}
 
 
-def _sorted(pid: int, index: int, what: str = "process_sort_index") -> Event:
+def _sorted(pid: int, index: int, what: str = "process_sort_index") -> _Event:
     return {"ph": "M", "pid": pid, "tid": 0, "name": what, "args": {"sort_index": index}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
@@ -18,11 +19,11 @@ from autopar.planning.model_facts import as_planned
 from autopar.report.block_graph import block_graph
 from autopar.report.report import Report
 from autopar.report.simulated_step import simulated_step
-from autopar.request.arguments import parsed_cluster
+from autopar.request.arguments import check_again
 from autopar.request.pins import Pins
-from autopar.request.plan_request import PlanRequest
+from autopar.request.plan_request import PlanRequest, request_of
 from autopar.request.software import Software
-from autopar.text.plan_words import named_cluster
+from autopar.text.plan_words import cluster_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +39,7 @@ def explain(
     loss_fn: Callable | None = None,
     traced: TracedModel | None = None,
     pin: Mapping[str, Any] | None = None,
-    software: Software = Software(),  # noqa: B008 (frozen)
+    software: Software | None = None,
 ) -> Report:
     """The report on a plan. Printed, it is a text; a notebook shows it as a page.
 
@@ -52,19 +53,19 @@ def explain(
         model: the model that was planned. With it the page also has the timeline of a step, memory
             over time, and a block as a graph.
         example_inputs: as for `autopar.plan`; needed with `model`.
-        cluster: the plan's cluster, a `ClusterSpec` or a text. By default what the plan's cluster
-            name parses to.
+        cluster: the plan's cluster, a `ClusterSpec` or a text; for plan files of earlier versions.
         loss_fn: as for `autopar.plan`.
         traced: the result of `autopar.api.trace`, in the place of `model`.
-        pin: the pins that the plan was made under, if one of them is `context_method` or
-            `sequence_parallel`, which a plan does not record.
-        software: as for `autopar.plan`.
+        pin: the pins that the plan was made under; for plan files of earlier versions.
+        software: the software that it was made for; for plan files of earlier versions.
 
     Raises:
-        AutoparError: the plan is for another model or cluster, or the cluster is not known and the
-            model is given.
+        AutoparError: the plan is for another model, cluster, pins or software, or the cluster is not
+            known and the model is given.
     """
-    at = parsed_cluster(cluster) if cluster is not None else named_cluster(plan)
+    at = cluster_of(plan, cluster)
+    check_again(plan, "pins", None if pin is None else dict(Pins.of(pin)), plan.made_for.pins)
+    check_again(plan, "software", software and software.as_data(), plan.made_for.software)
     if model is not None and traced is None:
         traced = _traced(plan, model, example_inputs, loss_fn)
     if traced is None:
@@ -74,15 +75,9 @@ def explain(
         raise AutoparError(
             f"the plan's cluster {plan.cluster_name!r} is not one that a name describes: give cluster=, such as the path of its file"
         )
-    request = PlanRequest(
-        at,
-        plan.global_batch,
-        Pins.of(pin or {}),
-        precision=plan.precision,
-        runnable=False,
-        model_name=plan.model_name,
-        software=software,
-    )
+    request = request_of(plan, at)
+    if not plan.made_for.cluster:
+        request = replace(request, pin=Pins.of(pin or {}), software=software or Software())
     return full_report(plan, traced, request, counts=counts)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.report.svg import Svg
-from autopar.report.timeline import Holding, Memory, Timeline
+from autopar.report.timeline import HeldMemory, Memory, Timeline
 from autopar.text.numbers import Numbers
 
-WORDS = {
+_WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -35,7 +35,7 @@ def memory_figure(timeline: Timeline, numbers: Numbers) -> Svg:
     for place, rank in enumerate(ranks):
         x, y = (place % columns) * (wide + 20), (place // columns) * (tall + 20)
         _chart(figure, timeline, rank, (x, y, wide, tall), most, numbers)
-    entries = [(f"m-{name}", words) for name, words in WORDS.items()]
+    entries = [(f"m-{name}", words) for name, words in _WORDS.items()]
     figure.height = figure.legend(0, rows * (tall + 20) + 4, entries) + 4
     return figure
 
@@ -109,9 +109,9 @@ def _chart(
         figure.path(f"M{at(peak.time_s):.1f} {peak_y - 2:.1f}l-4 -7h8z", "bad", "the peak")
 
 
-def visible(memory: Memory, fold: tuple[float, float] | None) -> list[Holding]:
+def visible(memory: Memory, fold: tuple[float, float] | None) -> list[HeldMemory]:
     """The changes outside the fold, joined where several are at one time."""
-    found: list[Holding] = []
+    found: list[HeldMemory] = []
     for held in memory.holdings:
         if fold is not None and fold[0] < held.time_s < fold[1]:
             continue

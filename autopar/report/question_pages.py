@@ -8,8 +8,14 @@ from typing import Any
 from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.explaining.certificate import not_proved_words
-from autopar.explaining.compare import Entry, Impossible, compare_data, first_name, known_words
-from autopar.explaining.sweep import Row, Sweep, doubt_words, sweep_data, sweep_lines
+from autopar.explaining.compare import (
+    ComparedPlan,
+    Impossible,
+    compare_data,
+    first_name,
+    known_words,
+)
+from autopar.explaining.sweep import Sweep, SweepRow, doubt_words, sweep_data, sweep_lines
 from autopar.explaining.why_not import WhyNot, why_not_data, why_not_lines
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -21,11 +27,11 @@ from autopar.text.numbers import Number, Numbers, Words
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, layout_words, short_words
 
 
-def compare_page(entries: Sequence[Entry | Impossible], cluster: Cluster) -> Page:
+def compare_page(entries: Sequence[ComparedPlan | Impossible], cluster: Cluster) -> Page:
     """Plans side by side: their steps as bars by part, and a table."""
     data = compare_data(entries, cluster)
     n = Numbers(data)
-    planned = [(k, entry) for k, entry in enumerate(entries) if isinstance(entry, Entry)]
+    planned = [(k, entry) for k, entry in enumerate(entries) if isinstance(entry, ComparedPlan)]
     first, best = planned[0][0], planned[0][1].plan
     priced = data[first]["dollars_per_million_tokens"] is not None
     bars, rows = list[StepBar](), list[list[Words]]()
@@ -92,7 +98,7 @@ def sweep_page(found: Sweep, model: str, cluster: Cluster) -> Page:
     unit = "device-hours per million tokens" if price is None else "$ per million tokens"
     spots, rows = list[Spot](), list[list[Words]]()
     for k, row in enumerate(found.rows):
-        if not isinstance(row, Row):
+        if not isinstance(row, SweepRow):
             continue
         at = f"rows.{k}"
         best = "yes" if data["rows"][k]["pareto"] else ""

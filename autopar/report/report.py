@@ -12,8 +12,8 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.explaining.gains import Gain, Home
-from autopar.explaining.lints import Finding
-from autopar.explaining.plan_report import BlockCounts, explain, facts_data
+from autopar.explaining.lints import LintFinding
+from autopar.explaining.plan_report import BlockCounts, facts_data, plan_text
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.report.block_graph import BlockGraph
@@ -53,7 +53,7 @@ class Report:
     plan: Plan
     cluster: Cluster | None = None
     timeline: Timeline | None = None
-    findings: Sequence[Finding] = ()
+    findings: Sequence[LintFinding] = ()
     counts: BlockCounts | None = None
     graph: BlockGraph | None = None
     command: str = ""
@@ -61,7 +61,7 @@ class Report:
     home: Home | None = None
 
     def __str__(self) -> str:
-        return explain(self.plan, self.counts, **self.said)
+        return plan_text(self.plan, self.counts, **self.said)
 
     @property
     def said(self) -> dict[str, Any]:

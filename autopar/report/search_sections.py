@@ -63,7 +63,7 @@ def candidates(parts: PageParts) -> Section:
     return Section("candidates", "Candidates", lead, tables=(table,) if rows else ())
 
 
-def pareto(parts: PageParts) -> Section | None:
+def pareto_section(parts: PageParts) -> Section | None:
     """Time against memory of all plans that the search found."""
     found = found_plans(parts.plan)
     drawn = drawn_plans(parts.plan, found)

@@ -13,7 +13,7 @@ from autopar.ir.mesh import mesh_words
 from autopar.report.cluster_figure import cluster_figure
 from autopar.report.page import Section, Table
 from autopar.report.page_parts import PageParts
-from autopar.report.search_sections import candidates, certificate, pareto, runners_up
+from autopar.report.search_sections import candidates, certificate, pareto_section, runners_up
 from autopar.report.step_sections import block, memory, steps, where_it_goes
 from autopar.report.waterfall import CLOSED_FORM, IDEAL, waterfall
 from autopar.text.device_words import risk_words
@@ -36,9 +36,9 @@ def plan_sections(parts: PageParts) -> list[Section]:
         certificate,
         runners_up,
         candidates,
-        pareto,
+        pareto_section,
         lints,
-        assumptions,
+        assumptions_section,
     )
     return [section for make in makers if (section := make(parts)) is not None]
 
@@ -157,7 +157,7 @@ def lints(parts: PageParts) -> Section:
     return Section("lints", "Lints and notes", lead, items=items)
 
 
-def assumptions(parts: PageParts) -> Section:
+def assumptions_section(parts: PageParts) -> Section:
     """What predictions rest on, with sources."""
     rows = assumption_rows(parts.numbers)
     lead = "What the predictions rest on. Rates are figures of data sheets times what training reaches of them."

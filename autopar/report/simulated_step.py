@@ -27,7 +27,7 @@ from autopar.recheck.plan_costs import (
 )
 from autopar.recheck.replay import held_states
 from autopar.report.action_parts import SegmentParts
-from autopar.report.timeline import Holding, Memory, Message, Part, Slice, Timeline
+from autopar.report.timeline import ActionPart, HeldMemory, Memory, Message, Slice, Timeline
 from autopar.request.plan_request import PlanRequest
 from autopar.text.device_words import groups_by_rank
 
@@ -84,7 +84,7 @@ def _parts(
     traced: TracedModel,
     request: PlanRequest,
     actions: Sequence[Sequence[Action]],
-) -> tuple[dict[tuple[str, int], tuple[Part, ...]], tuple[tuple[Part, ...], ...]]:
+) -> tuple[dict[tuple[str, int], tuple[ActionPart, ...]], tuple[tuple[ActionPart, ...], ...]]:
     """What each action consists of, by (kind, stage), and what the update of each rank does."""
     traced = as_planned(traced, plan)
     of_stage, numbers = stage_segments(plan, traced), block_numbers(plan, traced)
@@ -110,7 +110,7 @@ def _parts(
     return parts, updates
 
 
-def _action(kind: str, stage: int, segments: Sequence[SegmentParts]) -> Iterator[Part]:
+def _action(kind: str, stage: int, segments: Sequence[SegmentParts]) -> Iterator[ActionPart]:
     """The parts of an action of a stage. The first stage has its whole backward in 'W'."""
     if kind == "F":
         yield from chain(*(segment.forward() for segment in segments))
@@ -120,9 +120,9 @@ def _action(kind: str, stage: int, segments: Sequence[SegmentParts]) -> Iterator
         yield from chain(*(segment.backward(kind == "W") for segment in reversed(segments)))
 
 
-def _merged(parts: Iterator[Part]) -> tuple[Part, ...]:
+def _merged(parts: Iterator[ActionPart]) -> tuple[ActionPart, ...]:
     """Parts of several segments' updates by name: reductions, then the optimizer, then gathers."""
-    total: dict[str, Part] = {}
+    total: dict[str, ActionPart] = {}
     for part in parts:
         before = total[part.name].seconds if part.name in total else 0.0
         total[part.name] = replace(part, seconds=before + part.seconds)
@@ -135,7 +135,7 @@ def _merged(parts: Iterator[Part]) -> tuple[Part, ...]:
 
 
 def _check_parts(
-    parts: dict[tuple[str, int], tuple[Part, ...]], times: Sequence[StageTimes]
+    parts: dict[tuple[str, int], tuple[ActionPart, ...]], times: Sequence[StageTimes]
 ) -> None:
     """Raise AutoparError unless the parts of each action add up to its seconds."""
     for (kind, stage), found in parts.items():
@@ -187,13 +187,13 @@ def _messages(played: Simulation, hop_s: float) -> Iterator[Message]:
                 )
 
 
-def holdings(played: Simulation, rank: int, stages: Sequence[StageCost]) -> Iterator[Holding]:
+def holdings(played: Simulation, rank: int, stages: Sequence[StageCost]) -> Iterator[HeldMemory]:
     """What a rank holds besides static bytes, at the start and at the end of each action. A forward
     counts what it keeps from its start on.
     """
-    yield Holding(0.0, 0, 0)
+    yield HeldMemory(0.0, 0, 0)
     spans = played.timelines[rank]
     states = held_states((span.action for span in spans), stages)
     for span, (running, after) in zip(spans, states, strict=True):
-        yield Holding(span.start_s, running.resting, running.needed)
-        yield Holding(span.end_s, after.resting, 0)
+        yield HeldMemory(span.start_s, running.resting, running.needed)
+        yield HeldMemory(span.end_s, after.resting, 0)

@@ -17,19 +17,19 @@ WORK = ("forward", "backward", "weights", "recompute", "optimizer", "fixed")
 """Kinds of work that is not communication. `weights` is the part of a split backward that computes
 gradients of parameters; an unsplit backward has it in `backward`.
 """
-AXES = ("tp", "cp", "ep", "dp")
+COMMUNICATION_AXES = ("tp", "cp", "ep", "dp")
 """Kinds of exposed communication: collectives over these axes."""
-PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+_PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """The words of `engine.profile` for each kind of action."""
 FOLDED_BEYOND = 64
 """Most micro-batches that a picture or a trace shows; the middle ones of more are folded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ActionPart:
     """A piece of an action. `segment` is the segment that runs (`''` in the update, and between
     segments). `name` is the collective as `engine.profile` names it, such as 'all_gather over tp',
-    or the kind of work. `kind` is one of `WORK` or `AXES`, and `seconds` its exposed time.
+    or the kind of work. `kind` is one of `WORK` or `COMMUNICATION_AXES`, and `seconds` its exposed time.
     """
 
     segment: str
@@ -63,7 +63,7 @@ class Slice:
         """
         if self.stage < 0:
             return self.kind
-        return f"stage {self.stage} {PASSES[self.action]} of micro-batch {self.micro_batch}"
+        return f"stage {self.stage} {_PASSES[self.action]} of micro-batch {self.micro_batch}"
 
     @property
     def action(self) -> str:
@@ -93,7 +93,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldMemory:
     """What a rank holds from `time_s` on besides its static bytes: `kept_bytes` from forward to
     backward, and `transient_bytes` of the backward that runs.
     """
@@ -111,12 +111,12 @@ class Memory:
     """
 
     static: StaticBytes
-    holdings: tuple[Holding, ...]
+    holdings: tuple[HeldMemory, ...]
     limit_bytes: int
     predicted_bytes: int
 
     @property
-    def peak(self) -> Holding:
+    def peak(self) -> HeldMemory:
         """The first moment at which most is held."""
         return max(self.holdings, key=lambda held: held.kept_bytes + held.transient_bytes)
 
@@ -147,8 +147,8 @@ class Timeline:
     schedule: str
     micro_batches: int
     lines: tuple[tuple[Slice, ...], ...]
-    parts: Mapping[tuple[str, int], tuple[Part, ...]]
-    updates: tuple[tuple[Part, ...], ...]
+    parts: Mapping[tuple[str, int], tuple[ActionPart, ...]]
+    updates: tuple[tuple[ActionPart, ...], ...]
     messages: tuple[Message, ...]
     memory: tuple[Memory, ...]
     pipeline_s: float
@@ -174,12 +174,12 @@ class Timeline:
         shares = [memory.peak_bytes / memory.limit_bytes for memory in self.memory]
         return shares.index(max(shares))
 
-    def parts_of(self, rank: int, piece: Slice) -> tuple[Part, ...]:
+    def parts_of(self, rank: int, piece: Slice) -> tuple[ActionPart, ...]:
         """What an interval of a rank consists of, in order."""
         if piece.kind == "update":
             return self.updates[rank]
         if piece.kind == "fixed":
-            return (Part("", "fixed", "fixed", piece.seconds),)
+            return (ActionPart("", "fixed", "fixed", piece.seconds),)
         return self.parts[piece.kind, piece.stage]
 
     def seconds_by_kind(self, rank: int) -> dict[str, float]:
@@ -195,7 +195,7 @@ class Timeline:
                 for part in self.parts_of(rank, piece):
                     found[part.kind].append(part.seconds)
         busy = fsum(piece.seconds for piece in self.lines[rank])
-        total = {kind: fsum(found[kind]) for kind in (*WORK, *AXES) if kind in found}
+        total = {kind: fsum(found[kind]) for kind in (*WORK, *COMMUNICATION_AXES) if kind in found}
         total["idle"] = max(self.step_s - busy, 0.0)
         return {kind: seconds for kind, seconds in total.items() if seconds}
 

@@ -9,10 +9,10 @@ from html import escape
 
 from autopar.report.chrome_trace import folded_words
 from autopar.report.svg import Svg
-from autopar.report.timeline import AXES, WORK, Slice, Timeline
+from autopar.report.timeline import COMMUNICATION_AXES, WORK, Slice, Timeline
 from autopar.text.numbers import Numbers
 
-WORDS = {
+_WORDS = {
     "forward": "forward",
     "backward": "backward",
     "weights": "backward: gradients of weights",
@@ -77,7 +77,9 @@ def timeline_figure(timeline: Timeline, numbers: Numbers) -> Svg:
     kinds = {part.kind for of in timeline.parts.values() for part in of}
     kinds |= {part.kind for of in timeline.updates for part in of}
     kinds |= {"fixed"} if any(p.kind == "fixed" for p in timeline.lines[0]) else set()
-    entries = [(f"c-{kind}", WORDS[kind]) for kind in (*WORK, *AXES) if kind in kinds]
+    entries = [
+        (f"c-{kind}", _WORDS[kind]) for kind in (*WORK, *COMMUNICATION_AXES) if kind in kinds
+    ]
     figure.height = figure.legend(_LEFT, bottom + 42, [*entries, ("c-idle", "idle")]) + 4
     figure.data = f"data-lines='{escape(_lines(timeline, rows, scale), quote=False)}'"
     return figure
@@ -96,7 +98,15 @@ def bands(timeline: Timeline, rank: int, piece: Slice) -> list[tuple[str, float,
         total[part.kind] += part.seconds
     whole_s = sum(total.values()) or 1.0
     found, at = [], piece.start_s
-    for kind in ("recompute", "forward", "backward", "weights", "optimizer", "fixed", *AXES):
+    for kind in (
+        "recompute",
+        "forward",
+        "backward",
+        "weights",
+        "optimizer",
+        "fixed",
+        *COMMUNICATION_AXES,
+    ):
         if kind in total:
             seconds = total[kind] * min(piece.seconds / whole_s, 1.0)
             found.append((kind, at, seconds))

@@ -34,7 +34,7 @@ _NAMED = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RangeRow:
     """Ranges of one name: seconds of a step and how many, predicted and measured."""
 
     name: str
@@ -52,7 +52,7 @@ class TraceDiff:
     """
 
     process: str
-    rows: tuple[Row, ...]
+    rows: tuple[RangeRow, ...]
     ranges: int
     parts_at: tuple[int, str, str] | None
 
@@ -168,7 +168,7 @@ def _first_step(ranges: Sequence[_Range], what: str) -> list[_Range]:
     return found
 
 
-def _rows(ours: Sequence[_Range], theirs: Sequence[_Range]) -> list[Row]:
+def _rows(ours: Sequence[_Range], theirs: Sequence[_Range]) -> list[RangeRow]:
     seconds: dict[str, list[float]] = {}
     counts: dict[str, list[int]] = {}
     for place, ranges in enumerate((ours, theirs)):
@@ -177,7 +177,7 @@ def _rows(ours: Sequence[_Range], theirs: Sequence[_Range]) -> list[Row]:
             seconds.setdefault(key, [0.0, 0.0])[place] += end - start
             counts.setdefault(key, [0, 0])[place] += 1
     return [
-        Row(name, predicted_s, measured_s, counts[name][0], counts[name][1])
+        RangeRow(name, predicted_s, measured_s, counts[name][0], counts[name][1])
         for name, (predicted_s, measured_s) in seconds.items()
     ]
 

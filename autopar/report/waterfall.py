@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.ir.plan import Plan
 from autopar.report.bars_figure import class_of
 from autopar.report.svg import Svg
-from autopar.report.timeline import AXES, Timeline
+from autopar.report.timeline import COMMUNICATION_AXES, Timeline
 from autopar.text.numbers import Numbers
 from autopar.text.plan_words import TIME_WORDS
 from autopar.text.units import ms
@@ -44,7 +44,9 @@ def waterfall(plan: Plan, timeline: Timeline | None) -> list[Bar]:
         Bar(UNEVEN if timeline.ranks > 1 else SLOWER, work_s - ideal_s, "c-slow"),
     ]
     bars.append(Bar("recomputation", seconds.get("recompute", 0.0), "c-recompute"))
-    bars += [Bar(f"communication over {a}", seconds.get(a, 0.0), f"c-{a}") for a in AXES]
+    bars += [
+        Bar(f"communication over {a}", seconds.get(a, 0.0), f"c-{a}") for a in COMMUNICATION_AXES
+    ]
     bars.append(Bar("idle (bubble and messages)", seconds.get("idle", 0.0), "c-idle"))
     bars.append(Bar("optimizer", seconds.get("optimizer", 0.0), "c-optimizer"))
     bars.append(Bar("fixed", seconds.get("fixed", 0.0), "c-fixed"))

@@ -15,6 +15,8 @@ from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.request.options import OPTIONS
+from autopar.request.software import Software
 
 Check = Callable[[str, Any], None]
 """Raises AutoparError for an argument of this name that cannot have this value."""
@@ -66,9 +68,10 @@ def check_beside_plan(
     pin: Mapping[str, Any] | None,
     global_batch: int | None,
     precision: str | None,
+    micro_batch_mean: bool,
 ) -> None:
     """Raises AutoparError if pins are passed together with a plan, or if batch or precision differ
-    from the plan's. None means not passed.
+    from the plan's, or if it has no mean of micro-batches. None and False mean not passed.
     """
     if plan is None:
         return
@@ -81,8 +84,20 @@ def check_beside_plan(
         given = f"a global batch of {plan.global_batch}, not global_batch={global_batch}"
     elif precision not in (None, plan.precision):
         given = f"{plan.precision}, not precision={precision!r}"
+    elif micro_batch_mean and not plan.micro_batch_mean:
+        given = "the loss of the batch, not allow_micro_batch_mean=True"
     if given:
         raise AutoparError(f"the plan is for {given}: plan again, or leave it out")
+
+
+def check_again(plan: Plan, what: str, given: Any, planned: Any) -> None:
+    """Raises AutoparError if `given` is not `planned`, which the plan says of `what`. None means not
+    given. Files of earlier versions, which do not say what a plan was made for, contradict nothing.
+    """
+    if plan.made_for.cluster and given is not None and given != planned:
+        raise AutoparError(
+            f"the plan was made for {what} {shown(planned)}, not {shown(given)}: leave it out, or plan again"
+        )
 
 
 def check_trains(model: nn.Module) -> None:
@@ -133,20 +148,26 @@ def _of(kind: type | tuple[type, ...], words: str) -> Check:
     return check
 
 
+_KINDS: Mapping[str, Check] = {
+    "number": _positive_or_none,
+    "share": _of((int, float), "a fraction such as 0.02"),
+    "switch": _of(bool, "True or False"),
+    "name": _of(str, "a text"),
+    "choice": _of(str, "a text such as 'bf16'"),
+    "pins": _of(Mapping, "a mapping such as {'tp': 2, 'zero': 1}"),
+}
+"""What options of a request refuse, by kind. Others are checked where they are used."""
+
 CHECKS: Mapping[str, Check] = {
+    **{row.name: _KINDS[row.kind] for row in OPTIONS.values() if row.kind in _KINDS},
+    "time_limit_s": _positive,
+    "software": _of((Software, str), "an autopar.Software or the name of a framework"),
     "model": _model,
     "plan": _of(Plan, "a Plan: read a file of one with autopar.Plan.load"),
-    "pin": _of(Mapping, "a mapping such as {'tp': 2, 'zero': 1}"),
     "batch_dims": _of(Mapping, "a mapping such as {'frames': 1}"),
     "loss_fn": _function,
-    "precision": _of(str, "a text such as 'bf16'"),
-    "time_limit_s": _positive,
     "timeout_s": _positive,
     "max_grad_norm": _positive_or_none,
-    "runnable": _of(bool, "True or False"),
-    "allow_micro_batch_mean": _of(bool, "True or False"),
-    "runners_up": _of(bool, "True or False"),
-    "tolerance": _of((int, float), "a fraction such as 0.02"),
     "traced": _of(TracedModel, "what autopar.api.trace returns"),
     "progress": _function,
     "seed": _whole,

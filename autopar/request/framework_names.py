@@ -13,6 +13,11 @@ FRAMEWORKS = ("nanotron", "torchtitan", "llm-foundry", "automodel", "nemo", "meg
 """Names of frameworks, each before those that its text may contain besides."""
 
 
+TARGET_NAMES = ("openrlhf", "verl", "accelerate", "transformers", "torchtitan", "nanotron", "gpt-neox", "deepspeed",
+                "bridge", "megatron")  # fmt: skip
+"""Names of the frameworks for which plans can be made."""
+
+
 def framework_of(framework: str) -> str:
     """The framework of a run, by the first of `FRAMEWORKS` in its text; `other` if there is none."""
     return next((name for name in FRAMEWORKS if runs_on(framework, name)), "other")

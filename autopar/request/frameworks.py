@@ -30,10 +30,10 @@ from autopar.request.software import SIXTEEN_BITS, Software
 SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
 """What shards over the data-parallel ranks: nothing, DeepSpeed's ZeRO, Megatron's distributed optimizer, FSDP, or FSDP in groups."""
 
-SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
-            "mx": "block"}  # fmt: skip
+SCALING_OF_RECIPE = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
+                     "mx": "block"}  # fmt: skip
 """The field `fp8_scaling` of `Software` for each fp8 recipe of a job."""
-RECIPES = {"current": "tensorwise", "block": "blockwise"}
+RECIPE_OF_SCALING = {"current": "tensorwise", "block": "blockwise"}
 """The recipe of a job for each `fp8_scaling` that jobs call otherwise."""
 
 EAGER_ISSUE_S = 55e-6
@@ -76,7 +76,7 @@ class FrameworkJob:
         year: the year of the run, which counts where the version does not tell.  None if it is unknown, which counts as recent.
         compute: the dtype of activations: 'bf16', 'fp16' or 'fp32'.
         matmul: the dtype of linear layers: that of activations, 'fp8' or 'fp4'.
-        recipe: how fp8 is scaled: a key of `SCALINGS`, or ''.
+        recipe: how fp8 is scaled: a key of `SCALING_OF_RECIPE`, or ''.
         gradients: the dtype in which gradients are held.
         zero: the ZeRO stage, or the stage that FSDP amounts to.
         sharding: what shards: one of `SHARDINGS`.
@@ -121,9 +121,9 @@ class FrameworkJob:
             raise AutoparError(
                 f"sharding={shown(self.sharding)} is not known; {nearest(self.sharding, list(SHARDINGS))}"
             )
-        if self.recipe not in ("", *SCALINGS):
+        if self.recipe not in ("", *SCALING_OF_RECIPE):
             raise AutoparError(
-                f"recipe={shown(self.recipe)} is not known; {nearest(self.recipe, list(SCALINGS))}"
+                f"recipe={shown(self.recipe)} is not known; {nearest(self.recipe, list(SCALING_OF_RECIPE))}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise AutoparError(f"zero={shown(self.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
@@ -408,5 +408,5 @@ def software_of(framework: str, version: str = "", generation: str = "", **facts
     if job.compute not in SIXTEEN_BITS:  # all that is held is in fp32
         fields.pop("state_recipe", None)
     if job.matmul == "fp8":
-        fields |= {"matmul_dtype": "fp8", "fp8_scaling": SCALINGS[job.recipe or "delayed"]}
+        fields |= {"matmul_dtype": "fp8", "fp8_scaling": SCALING_OF_RECIPE[job.recipe or "delayed"]}
     return Software(compiled=job.compiled, **fields)

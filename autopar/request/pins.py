@@ -17,7 +17,7 @@ from autopar_cost_models.checks import is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.fusion import AUTO, FUSE_MODES
-from autopar.ir.mesh import AXES, MOST, MeshShape, groups_of
+from autopar.ir.mesh import AXES, MOST_DEVICES, MeshShape, groups_of
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 
@@ -93,7 +93,8 @@ def _one_of(known: Sequence[str], *silent: str) -> Callable[[Any], str]:
 
 
 _wrong_count = _unless(
-    lambda value: is_whole(value, 1, MOST), f"must be a whole number >= 1, and at most {MOST:,}"
+    lambda value: is_whole(value, 1, MOST_DEVICES),
+    f"must be a whole number >= 1, and at most {MOST_DEVICES:,}",
 )
 _wrong_stages = _unless(
     lambda value: value == EVEN or bool(stage_sizes(value)),
@@ -126,7 +127,7 @@ def _wrong_shard(value: Any) -> str:
         raise AutoparError(
             "shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more"
         )
-    if is_whole(value, 0, MOST):
+    if is_whole(value, 0, MOST_DEVICES):
         return ""
     return (
         "must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all"

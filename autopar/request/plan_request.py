@@ -9,16 +9,12 @@ from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster
-from autopar.ir.mesh import MOST
+from autopar.ir.mesh import MOST_DEVICES
+from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
 from autopar.request.restriction import Restriction
 from autopar.request.software import Software
-
-TOLERANCE = 0.02
-"""The default tolerance of `plan` and of the command line. In 19 groups of measured layouts, the one
-that is predicted to be fastest takes 2.2 % longer than the fastest, in the mean (docs/accuracy.md).
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +53,10 @@ class PlanRequest:
             raise AutoparError(
                 f"global_batch={shown(self.global_batch)} must be a whole number >= 1"
             )
-        if max(self.global_batch, self.cluster.num_devices) > MOST:
+        if max(self.global_batch, self.cluster.num_devices) > MOST_DEVICES:
             raise AutoparError(
-                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
+                f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: "
+                f"at most {MOST_DEVICES:,} of each can be planned"
             )
         if self.precision not in PRECISIONS:
             raise AutoparError(
@@ -94,6 +91,25 @@ class PlanRequest:
         of several kinds, nor with pinned stages.
         """
         return not self.is_mixed and self.pin.stages is None
+
+
+def request_of(plan: Plan, cluster: Cluster) -> PlanRequest:
+    """The request that a plan was made for on its `cluster`, as far as prices depend on it. Pins of a
+    target are among those of the plan. Pins and software that a file of an earlier version does not
+    say are the defaults.
+    """
+    made_for = plan.made_for
+    return PlanRequest(
+        cluster,
+        plan.global_batch,
+        Pins.of(made_for.pins),
+        precision=plan.precision,
+        runnable=made_for.runnable,
+        model_name=plan.model_name,
+        software=Software.from_data(made_for.software),
+        micro_batch_mean=plan.micro_batch_mean,
+        model_text=made_for.model,
+    )
 
 
 def _check_dtype(device: Device, precision: str) -> None:

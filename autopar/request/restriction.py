@@ -87,6 +87,7 @@ class Restriction:
         cuts: how the framework cuts pipelines into stages.  None: stages are cut as is best.
         others: restrictions for other targets by name, which messages propose.
         precisions: those in which the framework trains.
+        target: the name of the target that has this restriction; '' if none has.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Restriction:
     cuts: Cuts | None = None
     others: Callable[[], Mapping[str, Restriction]] = _no_others
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    target: str = ""
 
     @property
     def rules(self) -> tuple[Limit, ...]:

@@ -82,7 +82,7 @@ class Software:
         deepspeed_passes: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
         fused_kernels: norms, activations, rotary positions, masked softmax and the operations beside them are single kernels
             (Transformer Engine, Apex, Megatron).  They keep their input and statistics, not intermediate values.
-        joins_products: queries, keys and values are one product, and so are gate and up (`annotate/joined_products.py`).
+        joins_products: queries, keys and values are one product, and so are gate and up (`annotate/call_kernels.py`).
         fused_softmax: False makes softmax a kernel of its own under `fused_kernels`.
         loss_kernel: a row of `LOSS_KERNELS`.
         gathers_again: with sequence parallelism a layer keeps its shard of the input and gathers it again in backward (Korthikanti
@@ -266,7 +266,7 @@ _SAID = ("compiled", "attention_kernel", "matmul_dtype", "fp8_head", "fp8_scalin
 """Fields of `Software` that its text says, or that are no software."""
 
 
-def software_words(data: Mapping[str, Any]) -> str:
+def software_line(data: Mapping[str, Any]) -> str:
     """The software that `Software.as_data` describes, as one line: what its text says, then every
     other field that is not the default.
     """

@@ -17,12 +17,12 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument
-from autopar.ir.sharding import COLLECTIVES
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES
+from autopar.ops.aten import aten
 from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
 from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.shard import local_shard
 
-aten = torch.ops.aten
 _PRIMITIVE: dict[object, str] = {function: name for name, function in NODE_FUNCTIONS.items()}
 _LINEARS: dict[object, tuple[str, str, str]] = {
     aten.linear.default: ("input", "weight", "bias"),
@@ -51,7 +51,8 @@ def overlap(graph: Graph) -> Graph:
 
 def _communicates(node: Node) -> bool:
     return "transition" in node.meta and (
-        _PRIMITIVE[node.target] in COLLECTIVES or node.kwargs["backward"] in COLLECTIVES
+        _PRIMITIVE[node.target] in COLLECTIVE_PRIMITIVES
+        or node.kwargs["backward"] in COLLECTIVE_PRIMITIVES
     )
 
 
@@ -60,7 +61,10 @@ def _linears_of(node: Node) -> list[tuple[Node, Node, Node, Node | None]]:
     transition's value, perhaps through views, and an unchanged parameter. [] unless the transition
     communicates in backward.
     """
-    if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
+    if (
+        node.kwargs["backward"] not in COLLECTIVE_PRIMITIVES
+        or not node.meta["whole"].is_floating_point()
+    ):
         return []
     readers = [(user, node) for user in node.users] + [
         (user, view) for view in node.users if is_view(view) for user in view.users

@@ -4,24 +4,26 @@ calls them like the model's forward.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import autopar_kernels.rotary  # noqa: F401 (registers the ops)
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import argument
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import RP, Layout, P
+from autopar.ir.sharding import RP, AxisLayout, P
 from autopar.ir.traced import ParameterSpec, Source, StepValues, TracedModel
 from autopar.ops.values import output_nodes, value_grads, value_name
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
-from autopar.rewrite.joint_rotary import join_rotations
 from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout
 from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.lowerings.vocabulary_parallel import in_training
@@ -29,15 +31,18 @@ from autopar.rewrite.overlap import overlap
 from autopar.rewrite.printing import program_text
 from autopar.rewrite.root import (
     RootGraph,
-    Value,
+    SegmentValue,
+    fake_loss,
     input_layouts,
-    loss_of,
     module_name,
     segments_of,
 )
 from autopar.rewrite.shard import ClassSharder
-from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
+from autopar.rewrite.stages import Stage, cut_stages, holders_of, steady_values
 from autopar.trace.fusion.fused import fused
+
+_SINGLE = torch.ops.autopar.rotary_single.default
+_SHARED = [each.name for each in _SINGLE._schema.arguments if each.name != "x"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,8 @@ class StageProgram:
 
     stage: Stage
     module: GraphModule
-    received: tuple[Value, ...]
-    sent: tuple[Value, ...]
+    received: tuple[SegmentValue, ...]
+    sent: tuple[SegmentValue, ...]
     draws: bool
     updates: tuple[str, ...]
 
@@ -153,7 +158,7 @@ def assemble(
     Raises AutoparError if the plan does not fit the model.
     """
     traced, mesh = fused(traced, plan.fusion.mode), plan.mesh
-    stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
+    stages = cut_stages(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
     own = [
         stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole
     ]
@@ -186,7 +191,7 @@ def assemble(
         inputs={name: input_layouts(val, mesh) for name, val in traced.graph_inputs.items()},
         whole_inputs=dict(zip(traced.inputs, traced.input_vals, strict=True)),
         step_values=traced.step_values,
-        loss=loss_of(traced),
+        loss=fake_loss(traced),
         holders=holders_of(traced, stages, mesh),
         loss_axes=tuple(axis for axis in mesh.active if loss[axis].inputs[0] == P),
     )
@@ -257,8 +262,8 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 
 def _crossing(
     traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
-) -> Value:
-    """The `Value` that describes output `source.index` of segment `source.segment`, which another
+) -> SegmentValue:
+    """The `SegmentValue` that describes output `source.index` of segment `source.segment`, which another
     stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient. `choices`
     has (class, plan's block) of each segment.
     """
@@ -269,7 +274,7 @@ def _crossing(
     layouts = {axis: chosen[axis].inputs[0] for axis in plan.mesh.active}
     name = f"{module_name(segment.name)}_{node.name}"
     has_gradient = value_grads(graph)[value_name(node)]
-    return Value(name, node.meta["val"], layouts, has_gradient, steady and not has_gradient)
+    return SegmentValue(name, node.meta["val"], layouts, has_gradient, steady and not has_gradient)
 
 
 def stored_layouts(
@@ -305,13 +310,13 @@ def stored_layouts(
     return layouts
 
 
-def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], Layout]:
+def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], AxisLayout]:
     """By (parameter, axis), the layout that all its holders agree on; R/P if one of them has that.
     `held` lists (parameter, a holder's layouts).
 
     Raises AutoparError if holders place the tensor differently, or as a partial sum.
     """
-    agreed: dict[tuple[str, str], Layout] = {}
+    agreed: dict[tuple[str, str], AxisLayout] = {}
     for name, mine in held:
         for axis, layout in mine.items():
             # every rank would hold the whole and take it for a summand
@@ -435,3 +440,52 @@ def copied_graph(graph: Graph) -> Graph:
     for old, copied in mapping.items():
         copied.meta = dict(old.meta)
     return new
+
+
+def join_rotations(graph: Graph) -> Graph:
+    """Join each two calls of `autopar::rotary_single` that share their tables into one of
+    `autopar::rotary`, in place, and return the graph. Queries and keys then rotate in one launch.
+
+    Requires: a graph of local ops. Ensures: the same values and gradients, to the bit. Both calls
+    have their layouts: keys may be replicated over an axis that shards queries.
+    """
+    waiting: dict[tuple, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=_SINGLE):
+        first = waiting.pop(_shared(node), None)
+        if first is None or not all(node < user for user in first.users):
+            waiting[_shared(node)] = node
+        else:
+            _join(graph, first, node)
+    graph.lint()
+    return graph
+
+
+def _shared(node: Node) -> tuple:
+    """What two calls must have in common, as a key: tables, attributes, sizes of all dims but
+    heads, and the layouts that shard these dims.
+    """
+    heads = 2 if argument(node, "heads_last") else 1
+    shape = [str(size) for dim, size in enumerate(node.meta["whole"].shape) if dim != heads]
+    layouts = [
+        (axis, str(layout))
+        for axis, layout in node.meta["layouts"].items()
+        if layout.dim not in (None, heads)
+    ]
+    return (*(argument(node, name) for name in _SHARED), *shape, *layouts)
+
+
+def _join(graph: Graph, first: Node, second: Node) -> None:
+    """Replace two calls of `autopar::rotary_single` by one of `autopar::rotary` at the place of
+    `second`, in place.
+    """
+    operands = (argument(first, "x"), argument(second, "x"))
+    shared = {name: argument(first, name) for name in _SHARED}
+    with graph.inserting_before(second):
+        joint = graph.call_function(torch.ops.autopar.rotary.default, operands, shared)
+        items = [graph.call_function(operator.getitem, (joint, number)) for number in range(2)]
+    joint.meta["op"] = second.meta["op"]
+    for old, new in zip((first, second), items, strict=True):
+        new.meta = {key: value for key, value in old.meta.items() if key != "op"}
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+        new._rename(old.name)

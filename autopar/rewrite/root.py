@@ -27,7 +27,7 @@ from autopar.rewrite.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SegmentValue:
     """A description of a value between segments: its name, the whole fake tensor, its layout on
     each axis with more than one rank, and whether a gradient flows back. `steady`: it is the same
     for all micro-batches of a step, and has no gradient.
@@ -52,7 +52,7 @@ def input_layouts(val: torch.Tensor, mesh: MeshShape) -> Layouts:
     return {axis: S(0) if axis in BATCH_AXES and has_batch(val) else R for axis in mesh.active}
 
 
-def loss_of(traced: TracedModel) -> torch.Tensor:
+def fake_loss(traced: TracedModel) -> torch.Tensor:
     """The fake tensor of the loss, output 0 of the last segment."""
     return output_nodes(traced.classes[traced.segments[-1].class_index].graph)[0].meta["val"]
 
@@ -76,7 +76,7 @@ class RootGraph:
         traced: TracedModel,
         stage: Stage,
         sharders: Mapping[int, ClassSharder],
-        values: Mapping[Source, Value],
+        values: Mapping[Source, SegmentValue],
         mesh: MeshShape,
         rank: int,
     ) -> None:

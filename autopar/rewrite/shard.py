@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
-from autopar.ir.sharding import RP, Layout, conversion_path
+from autopar.ir.sharding import RP, AxisLayout, conversion_path
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic
 from autopar.ops.legal import check_legal
@@ -176,7 +176,9 @@ class ClassSharder:
         return node
 
 
-def insert_transition(node: Node, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
+def insert_transition(
+    node: Node, have: Layouts, axis: str, to: AxisLayout, sizes: LocalSizes
+) -> Node:
     """Append the call that changes the layout of `node` on one axis to `to`, and return it. `have`
     are its current layouts; `sizes` gives this rank's sizes and has the graph. Returns `node`
     itself if neither value nor gradient changes.

@@ -37,7 +37,7 @@ class Stage:
     sent: tuple[Source, ...] = ()
 
 
-def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
+def cut_stages(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
     """The stages of a plan, in order. Without a pipeline there is one, which takes every graph
     input.
 

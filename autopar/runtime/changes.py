@@ -16,10 +16,10 @@ from autopar.runtime.ranks.process_groups import call_group
 from autopar.runtime.state.averages import Averages, Decay, check_decay
 from autopar.runtime.state.gradient_hooks import Hook, HookHandle
 from autopar.runtime.state.optimizers import is_elementwise
-from autopar.runtime.state.user_changes import sums
+from autopar.runtime.state.user_changes import tensor_sums
 from autopar.runtime.updates import Updates
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def _told(value: torch.Tensor | float) -> str:
@@ -28,7 +28,7 @@ def _told(value: torch.Tensor | float) -> str:
         return repr(float(value))
     if value.numel() == 1:
         return repr(value.item())
-    one, two = sums(value.detach())
+    one, two = tensor_sums(value.detach())
     return f"tensor with the sum {one!r} and the sum of squares {two!r}"
 
 
@@ -168,7 +168,7 @@ class Changeable(Updates):
         """The names of frozen parameters, in the order of the model."""
         return tuple(name for name in self._names.trained if name in self._frozen)
 
-    def _alike(self, method: str, checked: Callable[[], T]) -> T:
+    def _alike(self, method: str, checked: Callable[[], _T]) -> _T:
         """`checked()`, if all ranks have the same. Raises AutoparError on every rank if not, or if it
         raises that on one.
         """

@@ -27,7 +27,7 @@ from autopar.rewrite.shape_check import checked_program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
 from autopar.runtime.batches.padding import check_alike, check_model
-from autopar.runtime.batches.row_limits import RowLimits
+from autopar.runtime.batches.step_values import RowLimits
 from autopar.runtime.changes import Changeable
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.checkpoint.plain_state import refuse_plain
@@ -41,9 +41,9 @@ from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
 from autopar.runtime.state.clipping import Clip
 from autopar.runtime.state.holding import HOST, Holding
 from autopar.runtime.state.materialize import materialize
+from autopar.runtime.state.optimizers import check_dense_is_the_same
 from autopar.runtime.state.parameters import Parameters
-from autopar.runtime.state.precision import PRECISIONS, LossScale
-from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
+from autopar.runtime.state.precision import PRECISION_DTYPES, LossScale
 from autopar.runtime.state.tied_parameters import StageParameters
 from autopar.runtime.state.weights import Weights
 from autopar.trace.fusion.fused import fused
@@ -61,9 +61,9 @@ def _checked_compiler(
     run the plan, or not with these options.
     """
     compiler = Compiler(compile)
-    if plan.precision not in PRECISIONS:
+    if plan.precision not in PRECISION_DTYPES:
         raise AutoparError(
-            f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
+            f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISION_DTYPES)}"
         )
     if plan.runnable:
         raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")

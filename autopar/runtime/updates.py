@@ -12,7 +12,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.rewrite.collectives.ranges import named
-from autopar.runtime.batches.meeting import Call
+from autopar.runtime.batches.meeting import CallRecord
 from autopar.runtime.checkpoint.engine_methods import Durable
 from autopar.runtime.observe.metrics import Meter
 from autopar.runtime.ranks.agreement import from_all, lost_ranks
@@ -21,10 +21,10 @@ from autopar.runtime.ranks.common_options import by_name, checksum, options, rai
 from autopar.runtime.ranks.process_groups import call_group, file_group
 from autopar.runtime.state.averages import Averages
 from autopar.runtime.state.clipping import Clip, Norms, apply_rules, rules_of
-from autopar.runtime.state.factories import Factory
+from autopar.runtime.state.factories import OptimizerFactory
 from autopar.runtime.state.gradient_hooks import GradientHooks
 from autopar.runtime.state.gradients import global_norm, partial_axes
-from autopar.runtime.state.names import Names
+from autopar.runtime.state.names import TensorNames
 from autopar.runtime.state.optimizers import (
     Updating,
     is_elementwise,
@@ -70,11 +70,11 @@ class Updates(Durable):
             from_all(file_group(), check)
 
     def _begin_updates(
-        self, model: nn.Module, factory: Factory, clip: Clip | Sequence[Clip] | None
+        self, model: nn.Module, factory: OptimizerFactory, clip: Clip | Sequence[Clip] | None
     ) -> None:
         """Make the optimizer, and what else an update needs. Every rank must call it."""
         own, holding = self.parameters, self.parameters.holding
-        self._names = Names(model, self._all_specs)
+        self._names = TensorNames(model, self._all_specs)
         self._rules: tuple[Any, ...] = ()
 
         def alike(build: Callable[[], Updating]) -> Updating:
@@ -134,7 +134,7 @@ class Updates(Durable):
 
     # ------------------------------------------------------------------------------------------------------- calls of methods
 
-    def _call(self, method: str) -> Call:
+    def _call(self, method: str) -> CallRecord:
         """What this rank tells the others when it calls `method`: see `BatchSplitter.meet`."""
         alike = 0 if self.plan.mesh.num_devices == 1 else checksum(self._alike_in_calls())
         return CALLS.index(method), self.steps, alike, float(self._masters_changed())

@@ -16,7 +16,7 @@ from autopar.targets.target import (
     ONE_ORDER,
     WHOLE_POSITIONS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     even_heads,
     even_positions,
@@ -24,13 +24,13 @@ from autopar.targets.target import (
     nodes_of,
 )
 from autopar.targets.trainer_words import (
-    ASPECTS,
     SCRIPT,
+    TRAINER_ASPECTS,
     deepspeed_words,
     fsdp1_words,
     in_script,
     is_trainer,
-    kind_of,
+    sharding_kind,
     trainer_held,
     trainer_words,
 )
@@ -53,7 +53,7 @@ _TOP = frozenset(
 """Keys of `ClusterConfig` (accelerate 1.15), and two that it converts. Others are refused."""
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     marks = r"^\s*[\"']?(distributed_type|compute_environment)[\"']?\s*:"
     of_deepspeed = re.search(r'^[\s{]*"zero_optimization"\s*:', source.text, re.MULTILINE)
     stray = of_deepspeed is not None and "deepspeed_config" not in source.text
@@ -61,7 +61,7 @@ def _reads(source: Source) -> bool:
     return is_text and re.search(marks, source.text, re.MULTILINE) is not None
 
 
-def read(source: Source) -> Job:
+def read_accelerate(source: SourceFile) -> Job:
     """The job of an Accelerate configuration. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
     args = Arguments(_with_deepspeed(flat_texts(data), source))
@@ -96,7 +96,7 @@ def read(source: Source) -> Job:
     return open_layout(job, zero=(0, 1, 2, 3), offload=("optimizer", "parameters"))
 
 
-def _with_deepspeed(values: dict[str, str], source: Source) -> dict[str, str]:
+def _with_deepspeed(values: dict[str, str], source: SourceFile) -> dict[str, str]:
     """The values, with those of the file of DeepSpeed that they name, if it is beside."""
     path = values.get("deepspeed_config.deepspeed_config_file", "")
     if not path or (text := source.read_file(path)) is None:
@@ -229,7 +229,7 @@ def _megatron(args: Arguments) -> Layout:
     )
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What Accelerate refuses at start."""
     by, found = job.layout, []
     total = by.tp * by.cp * by.pp * by.dp_on(gpus)
@@ -276,7 +276,7 @@ def late_findings(job: Job) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What Accelerate can run: FSDP 2 with tensor and context parallelism, or copies alone."""
 
     def shards(choice: Any) -> bool:
@@ -339,7 +339,7 @@ def _lacking(by: Layout) -> list[str]:
     return lacking
 
 
-def config_of(job: Job) -> dict[str, Any]:
+def _config_of(job: Job) -> dict[str, Any]:
     """The configuration as nested data. Raises NotExpressible if Accelerate cannot run the job."""
     by = job.layout
     if lacking := _lacking(by):
@@ -379,33 +379,33 @@ def config_of(job: Job) -> dict[str, Any]:
     return data
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
-    return flat_texts(config_of(job))
+    return flat_texts(_config_of(job))
 
 
-def words_of(job: Job) -> dict[str, str]:
+def _words_of(job: Job) -> dict[str, str]:
     """The options of a job in the words of its file: a trainer's, or Accelerate's. Raises
     NotExpressible if these cannot say the layout.
     """
     if is_trainer(job):
         return trainer_words(job)
-    kind = kind_of(job.flags)
+    kind = sharding_kind(job.flags)
     if kind == "MEGATRON_LM":
         raise NotExpressible("Accelerate hands megatron_lm_config on to Megatron-LM")
     if kind == "DEEPSPEED":
         return deepspeed_words(job) | {SCRIPT_MICRO: str(job.layout.micro_batch)}
     if kind == "FSDP1":
         return fsdp1_words(job) | in_script(job)
-    found = flags_of(job) | in_script(job)
+    found = _flags_of(job) | in_script(job)
     return {name: text for name, text in found.items() if name not in _ASIDE_OF_LAYOUTS}
 
 
-def held(job: Job) -> dict[str, Any]:
+def _held(job: Job) -> dict[str, Any]:
     """The pins that a job's file cannot change."""
     if is_trainer(job):
         return trainer_held(job)
-    by, kind = job.layout, kind_of(job.flags)
+    by, kind = job.layout, sharding_kind(job.flags)
     found: dict[str, Any] = {}
     if kind in ("FSDP1", "DEEPSPEED"):
         found = {"tp": by.tp, "cp": by.cp}
@@ -414,7 +414,7 @@ def held(job: Job) -> dict[str, Any]:
     return found
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """An Accelerate configuration. Raises NotExpressible if Accelerate cannot run the job."""
     import yaml
 
@@ -424,7 +424,7 @@ def write(job: Job) -> Exported:
         f"batches: set per_device_train_batch_size={by.micro_batch} and gradient_accumulation_steps={number} in the training script",
         *((f"sequences of {job.seq} tokens: the data decides",) if job.seq else ()),
     )
-    text = yaml.safe_dump(dict(config_of(job)), sort_keys=False)
+    text = yaml.safe_dump(dict(_config_of(job)), sort_keys=False)
     return Exported(
         "accelerate 1.15",
         text,
@@ -439,16 +439,16 @@ ACCELERATE = Target(
     "accelerate",
     "Accelerate 1.15",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    read_accelerate,
+    _refusals,
+    _restriction,
+    _write,
     "accelerate",
-    flags_of,
+    _flags_of,
     zero=(0, 2, 3),
     sequence_parallel=False,
-    words=words_of,
-    aspects=ASPECTS,
-    held=held,
+    words=_words_of,
+    aspects=TRAINER_ASPECTS,
+    held=_held,
 )
 """Hugging Face Accelerate."""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from autopar.targets.job import Job, Unmodelled
-from autopar.targets.raw_options import Options, shown
-from autopar.targets.weights import Rule, parts_by_rule
+from autopar.targets.raw_options import JobOptions, shown_option
+from autopar.targets.weights import Weight, parts_by_rule
 
 _KINDS = (
     "finetuning_type", "tuner_type", "train_type", "sft_type", "adapter", "peft_scheme", "peft_type", "peft_method",
@@ -48,15 +48,15 @@ _PARTS = (
 """Words in the names of options that freeze parts of a model."""
 
 _RULES = (
-    Rule("relora|lora_model_dir|use_llama_pro|adapter_name_or_path", _ADAPTERS, place="instead"),
-    Rule(r"load_in_[48]bit|use_[48]bit|nf4|BitsAndBytesConfig.load_in_[48]bit|gptq|use_onebitllms|quantize_moe_experts",
+    Weight("relora|lora_model_dir|use_llama_pro|adapter_name_or_path", _ADAPTERS, place="instead"),
+    Weight(r"load_in_[48]bit|use_[48]bit|nf4|BitsAndBytesConfig.load_in_[48]bit|gptq|use_onebitllms|quantize_moe_experts",
          _BASE, place="instead"),
-    Rule("quantization_bit|quant_bits|bits|quantization_type", _BASE, place="instead", value="[1-8]|nf4|fp4"),
-    Rule("quant_method|quantization_config.quant_method|model_quantization_config", _BASE, place="instead", value="(?!none$|fp8$).+"),
-    Rule(rf"(un)?fr(eeze|eezing|ozen)_(?!moe_router)\w*({_PARTS})\w*|freeze|(un)?freeze(_config)?[.](?!.*embeddings)\w+|freeze_ratio",
+    Weight("quantization_bit|quant_bits|bits|quantization_type", _BASE, place="instead", value="[1-8]|nf4|fp4"),
+    Weight("quant_method|quantization_config.quant_method|model_quantization_config", _BASE, place="instead", value="(?!none$|fp8$).+"),
+    Weight(rf"(un)?fr(eeze|eezing|ozen)_(?!moe_router)\w*({_PARTS})\w*|freeze|(un)?freeze(_config)?[.](?!.*embeddings)\w+|freeze_ratio",
          _FROZEN, place="instead"),
-    Rule("lisa_(activated_layers|n_layers)|tune_mm_mlp_adapter|use_badam", _FROZEN, place="instead"),
-    Rule("trainable_(params|parameters|modules|layers|token_indices)\\w*|params_to_train|modules_to_train|spectrum_top_fraction|"
+    Weight("lisa_(activated_layers|n_layers)|tune_mm_mlp_adapter|use_badam", _FROZEN, place="instead"),
+    Weight("trainable_(params|parameters|modules|layers|token_indices)\\w*|params_to_train|modules_to_train|spectrum_top_fraction|"
          "num_layers_to_train|train_router_only",
          _FROZEN, place="instead", value="(?!all$).+"),
 )  # fmt: skip
@@ -66,7 +66,7 @@ _LEFT_OUT = re.compile(
 """Switches that freeze a part where they are off."""
 
 
-def partly_trained(job: Job, options: Options) -> Iterator[Unmodelled]:
+def partly_trained(job: Job, options: JobOptions) -> Iterator[Unmodelled]:
     """What of a job says that it does not train all weights in full precision."""
     said = _adapters(options)
     model = next((text for name in _MODELS if (text := options.text(name))), "")
@@ -80,30 +80,34 @@ def partly_trained(job: Job, options: Options) -> Iterator[Unmodelled]:
     yield from (part for part in parts_by_rule(job, options, _RULES) if not told[part.what])
 
 
-def _adapters(options: Options) -> str:
+def _adapters(options: JobOptions) -> str:
     """The option by which adapters are trained; '' without any. What names the kind of training
     counts before a switch, and a switch before a rank.
     """
     for name in _KINDS:
         if path := options.path(name):
             value = options.values[path]
-            return "" if _WHOLE.fullmatch(value) else shown(path, value)
+            return "" if _WHOLE.fullmatch(value) else shown_option(path, value)
         if options.is_off(name):
             return ""
     if kind := _default_kind(options):
         return kind
     for name in _SWITCHES:
         if path := options.path(name):
-            return shown(path, options.values[path])
+            return shown_option(path, options.values[path])
     # Axolotl trains adapters with `adapter` alone
     if any(map(options.is_off, _SWITCHES)) or options.path("base_model"):
         return ""
-    ranks = [shown(path, value) for path, value in options.values.items() if _RANKS.fullmatch(path)]
+    ranks = [
+        shown_option(path, value)
+        for path, value in options.values.items()
+        if _RANKS.fullmatch(path)
+    ]
     called = _CLASSES.search(options.called)
     return ranks[0] if ranks else called[0] if called else ""
 
 
-def _default_kind(options: Options) -> str:
+def _default_kind(options: JobOptions) -> str:
     """The default of trainers that train adapters unless they are told otherwise."""
     names = {path.rpartition(".")[2] for path in options.values}
     factory = {"stage", "per_device_train_batch_size"} <= names

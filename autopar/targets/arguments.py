@@ -16,7 +16,7 @@ _TRUE = ("", "true", "1", "yes", "on")
 _NONE = ("none", "null")
 _FALSE = ("false", "0", "no", "off", *_NONE)
 _EMPTY = ("[]", "{}")
-DEVICES = ("num_nodes", "nnodes", "nproc_per_node", "devices", "world_size", "gpus_per_node", "n_gpus_per_node",
+DEVICE_COUNTS = ("num_nodes", "nnodes", "nproc_per_node", "devices", "world_size", "gpus_per_node", "n_gpus_per_node",
            "num_gpus", "num_gpus_per_node", "actor_num_nodes", "actor_num_gpus_per_node", "num_processes", "num_machines",
            "data_parallel_size")  # fmt: skip
 """Options that count devices, by the last part of their names."""
@@ -121,7 +121,7 @@ class Arguments:
         self.open.add(name)
         shown = shown_value(value)
         what = f"{name} is {shown}, which cannot be determined from the file"
-        if name.rpartition(".")[2] in DEVICES:
+        if name.rpartition(".")[2] in DEVICE_COUNTS:
             self.find("note", f"{what}: the devices are those of the cluster")
             return
         legal: tuple[str, ...] = (f"write the value of {name} in its place",)

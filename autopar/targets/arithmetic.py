@@ -17,7 +17,7 @@ _LEVELS = (
     ("+", "-"),
     ("*", "/", "%"),
 )
-MOST = 10**18
+_MOST = 10**18
 """The largest absolute value of a result."""
 
 
@@ -134,6 +134,6 @@ def _apply(operator: str, a: int, b: int) -> int:
 
 
 def _bounded(value: int) -> int:
-    if abs(value) > MOST:
+    if abs(value) > _MOST:
         raise NotANumber("a number too large")
     return value

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.conditions import Conditions
-from autopar.targets.expansion import LOST, Script, Value, is_known, shown_value, unknown
+from autopar.targets.expansion import LOST, Script, ShellValue, is_known, shown_value, unknown
 from autopar.targets.shell_words import Word, WordPart
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
@@ -24,7 +24,7 @@ class Assignments(Conditions):
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
-        self.locals: dict[str, Value | None] | None = None  # of the function that is read
+        self.locals: dict[str, ShellValue | None] | None = None  # of the function that is read
 
     def assign(self, word: Word, array: tuple[Word, ...] | None, line: int) -> bool:
         """Takes over an assignment; False if the word is none."""
@@ -39,7 +39,7 @@ class Assignments(Conditions):
             return False
         name, adds = found[1], found[3] == "+"
         if array is not None:
-            value: Value = tuple(field for item in array for field in self.fields(item))
+            value: ShellValue = tuple(field for item in array for field in self.fields(item))
             self._keyed(name, value)
         else:
             value = self.text((WordPart("text", found[4], True), *word[1:]))
@@ -48,13 +48,13 @@ class Assignments(Conditions):
         self.store(name, value, adds, line)
         return True
 
-    def _keyed(self, name: str, values: Value) -> None:
+    def _keyed(self, name: str, values: ShellValue) -> None:
         """Takes over `A=([tp]=8 [pp]=4)`."""
         for item in values:
             if (found := re.fullmatch(r"\[(\w+)\]=(.*)", item, re.DOTALL)) and not self.unsure:
                 self.script.variables[f"{name}[{found[1]}]"] = found[2]
 
-    def _element(self, name: str, index: str, value: Value) -> str:
+    def _element(self, name: str, index: str, value: ShellValue) -> str:
         """The name under which an element of an array is kept. In an array whose elements are
         known, it stands in its place too.
         """
@@ -124,7 +124,7 @@ class Assignments(Conditions):
             self.script.variables[name] = piece
         return True
 
-    def store(self, name: str, value: Value, adds: bool, line: int) -> None:
+    def store(self, name: str, value: ShellValue, adds: bool, line: int) -> None:
         """Sets a variable, or adds to it."""
         old = self.script.variables.get(name)
         if self.unsure:
@@ -139,7 +139,9 @@ class Assignments(Conditions):
         else:
             self.script.variables[name] = value
 
-    def _maybe(self, name: str, old: Value | None, value: Value, adds: bool, line: int) -> None:
+    def _maybe(
+        self, name: str, old: ShellValue | None, value: ShellValue, adds: bool, line: int
+    ) -> None:
         """An assignment that may not happen: a value from before stays, with a note."""
         if old is None and value:
             where = f"{name}, which line {line} sets under a condition that the file does not tell"

@@ -7,26 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.targets.job import Finding, Job, Unmodelled
-from autopar.targets.raw_options import Options, shown
-from autopar.targets.weights import Rule, parts_by_rule
+from autopar.targets.raw_options import JobOptions, shown_option
+from autopar.targets.weights import Weight, parts_by_rule
 
 _REFERENCE, _REWARD = "a reference model", "a reward model"
 _CRITIC, _TEACHER = "a critic", "a teacher model"
 
 _RULES = (
-    Rule("enable_ema|use_ema|ema.(enabled?|decay)|ema_decay|ema_beta_on", "a moving average of the weights", "memory", place="beside"),
-    Rule("predict_with_generate|generate_during_eval|do_bench_eval|eval_use_evalscope", "generation in evaluation", "memory",
+    Weight("enable_ema|use_ema|ema.(enabled?|decay)|ema_decay|ema_beta_on", "a moving average of the weights", "memory", place="beside"),
+    Weight("predict_with_generate|generate_during_eval|do_bench_eval|eval_use_evalscope", "generation in evaluation", "memory",
          place="beside"),
-    Rule("enable_hybrid_engine|hybrid_engine.enabled", "generation by the trained model", place="beside"),
-    Rule("perform_rl_step", "generation by the trained model", place="beside"),
-    Rule("teacher_model(_name_or_path)?|teacher_model_path|teacher[.]\\w*model\\w*|teacher_load|export_kd_teacher_load|kd_teacher\\w*|"
+    Weight("enable_hybrid_engine|hybrid_engine.enabled", "generation by the trained model", place="beside"),
+    Weight("perform_rl_step", "generation by the trained model", place="beside"),
+    Weight("teacher_model(_name_or_path)?|teacher_model_path|teacher[.]\\w*model\\w*|teacher_load|export_kd_teacher_load|kd_teacher\\w*|"
          "teacher_model.pretrained_model_name_or_path|teacher_models[.].*model_path", _TEACHER, place="beside"),
-    Rule("reward_model|reward_model_path|reward_pretrain|reward.model_name_or_path|reward_model_name_or_path|rm_model_path|"
+    Weight("reward_model|reward_model_path|reward_pretrain|reward.model_name_or_path|reward_model_name_or_path|rm_model_path|"
          "reward_model.(model.path|model_path)", _REWARD, place="beside", value="(?!true$).+"),
-    Rule("reward_model.enable", _REWARD, place="beside"),
-    Rule("ref_model|ref_load|mcore_ref_model|ref.model_name_or_path|ref_model_name_or_path|sync_ref_model|reference_model_path",
+    Weight("reward_model.enable", _REWARD, place="beside"),
+    Weight("ref_model|ref_load|mcore_ref_model|ref.model_name_or_path|ref_model_name_or_path|sync_ref_model|reference_model_path",
          _REFERENCE, place="beside"),
-    Rule("critic_pretrain|critic.model_name_or_path|critic_model_name_or_path|critic.model.path|value_model_path|critic_load",
+    Weight("critic_pretrain|critic.model_name_or_path|critic_model_name_or_path|critic.model.path|value_model_path|critic_load",
          _CRITIC, place="beside"),
 )  # fmt: skip
 
@@ -53,7 +53,7 @@ class Beside:
     notes: tuple[Finding, ...] = ()
 
 
-def beside(job: Job, options: Options) -> Beside:
+def beside(job: Job, options: JobOptions) -> Beside:
     """What runs beside the training of a job."""
     notes = [_note(f"the script starts {line}: not counted among the devices of training") for line in options.servers]  # fmt: skip
     parts = list(_models(options))
@@ -85,14 +85,14 @@ def _engine(name: str, memory: str) -> str:
     return f"a rollout engine ({name}){share}" if name else f"a rollout engine{share}"
 
 
-def _engines(options: Options) -> Iterator[_Engine]:
+def _engines(options: JobOptions) -> Iterator[_Engine]:
     for engine in (_of_verl, _of_openrlhf, _of_slime, _of_nemo_rl, _of_vllm_switch):
         if (found := engine(options)) is not None:
             yield found
             return
 
 
-def _of_verl(options: Options) -> _Engine | None:
+def _of_verl(options: JobOptions) -> _Engine | None:
     of = "actor_rollout_ref."
     if not any(path.startswith((f"{of}actor", f"{of}rollout")) for path in options.values):
         return None
@@ -105,7 +105,7 @@ def _of_verl(options: Options) -> _Engine | None:
     return _Engine(_engine(name, memory), option, apart)
 
 
-def _of_openrlhf(options: Options) -> _Engine | None:
+def _of_openrlhf(options: JobOptions) -> _Engine | None:
     count = options.path("vllm_num_engines") or options.path("vllm.num_engines")
     online = "train_ppo" in options.program
     if not count and not online:
@@ -114,10 +114,12 @@ def _of_openrlhf(options: Options) -> _Engine | None:
         return _Engine("generation by the trained model", "train_ppo without engines", False)
     memory = options.text("vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization")
     together = options.path("colocate_all_models") or options.path("train.colocate_all")
-    return _Engine(_engine("vLLM", memory), shown(count, options.values[count]), not together)
+    return _Engine(
+        _engine("vLLM", memory), shown_option(count, options.values[count]), not together
+    )
 
 
-def _of_slime(options: Options) -> _Engine | None:
+def _of_slime(options: JobOptions) -> _Engine | None:
     names = ("rollout_num_gpus_per_engine", "rollout_num_gpus", "rollout_batch_size")
     named = next((path for name in names if (path := options.path(name))), "")
     if not named or not options.path("actor_num_gpus_per_node") or "openrlhf" in options.program:
@@ -125,10 +127,12 @@ def _of_slime(options: Options) -> _Engine | None:
     memory = options.text("sglang_mem_fraction_static")
     together = options.path("colocate")
     option = together or named
-    return _Engine(_engine("SGLang", memory), shown(option, options.values[option]), not together)
+    return _Engine(
+        _engine("SGLang", memory), shown_option(option, options.values[option]), not together
+    )
 
 
-def _of_nemo_rl(options: Options) -> _Engine | None:
+def _of_nemo_rl(options: JobOptions) -> _Engine | None:
     of = "policy.generation."
     if not any(path.startswith(of) for path in options.values):
         return None
@@ -139,27 +143,27 @@ def _of_nemo_rl(options: Options) -> _Engine | None:
     return _Engine(_engine(name, memory), option, apart)
 
 
-def _of_vllm_switch(options: Options) -> _Engine | None:
+def _of_vllm_switch(options: JobOptions) -> _Engine | None:
     """The engine of TRL, ms-swift and Axolotl; without one, the trained model generates itself."""
     if path := options.path("use_vllm"):
         memory = options.text("vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization")
         mode = options.text("vllm_mode")
         apart = mode == "server" or bool(options.text("vllm_server_host", "vllm_server_base_url"))
-        option = shown(path, options.values[path]) + (f", vllm_mode={mode}" if mode else "")
+        option = shown_option(path, options.values[path]) + (f", vllm_mode={mode}" if mode else "")
         return _Engine(_engine("vLLM", memory), option, apart)
     if kind := _named(options, _ONLINE):
         return _Engine("generation by the trained model", kind, False)
     return None
 
 
-def _named(options: Options, pattern: re.Pattern[str]) -> str:
+def _named(options: JobOptions, pattern: re.Pattern[str]) -> str:
     """What names the kind of a training, if it matches a pattern: an option, the program, or a
     class of TRL.
     """
     for name in _STAGES:
         if path := options.path(name):
             value = options.values[path]
-            return shown(path, value) if pattern.search(value) else ""
+            return shown_option(path, value) if pattern.search(value) else ""
     program = " ".join(options.program.split()[:8])
     if found := pattern.search(program.replace("/", " ").replace(".py", " ")):
         return found[0].strip(" /_.-")
@@ -167,7 +171,7 @@ def _named(options: Options, pattern: re.Pattern[str]) -> str:
     return classes[0] if classes and pattern.search(f" {classes[1]} ") else ""
 
 
-def _models(options: Options) -> Iterator[Unmodelled]:
+def _models(options: JobOptions) -> Iterator[Unmodelled]:
     """Models that a kind of training has without an option of their own."""
     if options.path("precompute_ref_log_probs") or options.path("reference_free"):
         return
@@ -180,10 +184,10 @@ def _models(options: Options) -> Iterator[Unmodelled]:
     if any(path.startswith("dpo.") for path in options.values):  # of NeMo-RL
         yield Unmodelled(_REFERENCE, "dpo", place="beside")
     if kl := options.path("loss_fn.reference_policy_kl_penalty"):
-        yield Unmodelled(_REFERENCE, shown(kl, options.values[kl]), place="beside")
+        yield Unmodelled(_REFERENCE, shown_option(kl, options.values[kl]), place="beside")
     for name in ("use_kl_loss", "algorithm.use_kl_in_reward", "kl_coef", "init_kl_coef", "algo.kl.init_coef"):  # fmt: skip
         if path := options.path(name):
-            yield Unmodelled(_REFERENCE, shown(path, options.values[path]), place="beside")
+            yield Unmodelled(_REFERENCE, shown_option(path, options.values[path]), place="beside")
     if re.search(r"train_kd\b", options.program):
         yield Unmodelled(_TEACHER, "train_kd", place="beside")
     ppo = _named(options, re.compile(r"(^|[^a-z])ppo($|[^a-z])", re.IGNORECASE))

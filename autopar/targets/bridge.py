@@ -10,15 +10,15 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.targets.arguments import is_false, options_of
 from autopar.targets.job import Exported, Finding, Job
-from autopar.targets.megatron_options import job_of, stages_for
+from autopar.targets.megatron_options import megatron_job, megatron_stages
 from autopar.targets.megatron_read import job_of_mapping, read_megatron
-from autopar.targets.megatron_rules import refusals, restriction
-from autopar.targets.megatron_words import ASPECTS
-from autopar.targets.megatron_write import flags_of as megatron_flags
+from autopar.targets.megatron_rules import megatron_refusals, megatron_restriction
+from autopar.targets.megatron_words import MEGATRON_ASPECTS
+from autopar.targets.megatron_write import megatron_flags
 from autopar.targets.python_calls import precision_record
 from autopar.targets.python_values import text_of
-from autopar.targets.target import NotExpressible, Source, Target, torchrun
-from autopar.targets.unknown import ALL, SHAPE, each, unstated
+from autopar.targets.target import NotExpressible, SourceFile, Target, torchrun
+from autopar.targets.unknown import ALL_OPTIONS, SHAPE, each, unstated
 
 _NAMES = {
     "num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
@@ -115,7 +115,7 @@ _RECIPES = re.compile(
 """What files of Python say that hold recipes."""
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     if _PERFORMANCE.search(source.text) and not source.name.endswith(".py"):
         return True
     if source.name.endswith(".py"):
@@ -129,7 +129,7 @@ def _reads(source: Source) -> bool:
     )
 
 
-def read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of overrides in a script, or of the YAML of a recipe. Raises AutoparError if there is
     none.
     """
@@ -159,8 +159,8 @@ def read(source: Source) -> Job:
         options = {name: text_of(value) for name, value in fields.items()} | options
     named = next((w for n, w in enumerate(words[1:]) if words[n].lstrip("-") == "recipe"), "")
     what = f"the recipe {named}".strip()
-    missing = [name for name in unstated(ALL, options) if name not in SHAPE]
-    return _over(what, each(job_of(options, missing=missing), _of_recipe))
+    missing = [name for name in unstated(ALL_OPTIONS, options) if name not in SHAPE]
+    return _over(what, each(megatron_job(options, missing=missing), _of_recipe))
 
 
 def _over(what: str, job: Job) -> Job:
@@ -174,11 +174,13 @@ def _over(what: str, job: Job) -> Job:
 
 def job_over_recipe(data: Mapping[str, object], findings: list[Finding]) -> Job:
     """The job of nested values that stand over those of a recipe, and of which `findings` are told."""
-    job = _over("the recipe that the file names", each(job_of_mapping(data, ALL), _of_recipe))
+    job = _over(
+        "the recipe that the file names", each(job_of_mapping(data, ALL_OPTIONS), _of_recipe)
+    )
     return replace(job, findings=(*findings, *job.findings))
 
 
-def _of_yaml(source: Source) -> Job:
+def _of_yaml(source: SourceFile) -> Job:
     """The job of a YAML file: of a whole configuration, or of overrides of a recipe."""
     if not re.search(r"_target_:\s*megatron\.bridge", source.text):
         job = each(read_megatron(source, over=True), _of_recipe)
@@ -186,7 +188,7 @@ def _of_yaml(source: Source) -> Job:
     return each(read_megatron(source), _of_recipe)
 
 
-def _of_performance(source: Source) -> Job:
+def _of_performance(source: SourceFile) -> Job:
     """The job of a script that starts a performance recipe by name. Raises AutoparError if no command
     does.
     """
@@ -216,7 +218,7 @@ def _of_performance(source: Source) -> Job:
     if "tensor_model_parallel_size" in options:
         options.setdefault("sequence_parallel", "true")
     stated = {*options, "fp8", "fp16", "grad_reduce_in_fp32"}
-    job = each(job_of(options, missing=unstated(ALL, stated)), _of_recipe)
+    job = each(megatron_job(options, missing=unstated(ALL_OPTIONS, stated)), _of_recipe)
     return replace(job, findings=(told, *job.findings))
 
 
@@ -251,7 +253,7 @@ def _argument(name: str, value: str) -> dict[str, str]:
     return {_BACK.get(name, name).replace("-", "_"): value}
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The overrides of a job, by path. Raises NotExpressible if Megatron-Bridge cannot run it."""
     if job.facts.precision == "fp32":
         raise NotExpressible(
@@ -277,9 +279,9 @@ _OF_STRATEGY = re.compile(
 """What NeMo has in its strategy."""
 
 
-def words_of(job: Job) -> dict[str, str]:
+def _words_of(job: Job) -> dict[str, str]:
     """The overrides of a job in the words of its file. Raises NotExpressible as `flags_of`."""
-    found = flags_of(job)
+    found = _flags_of(job)
     found.pop("mixed_precision", None)
     if not job.layout.zero:  # which recipes switch on
         found["ddp.use_distributed_optimizer"] = "false"
@@ -300,11 +302,11 @@ def words_of(job: Job) -> dict[str, str]:
     return moved
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """A command with overrides for a recipe. Raises NotExpressible if Megatron-Bridge cannot run the
     job.
     """
-    values = flags_of(job)
+    values = _flags_of(job)
     # a recipe has values of its own for what is left out
     values |= {path: value for path, value in _OFF.items() if path not in values}
     lines = [f"    {path}={_quoted(value)}" for path, value in values.items()]
@@ -321,17 +323,17 @@ BRIDGE = Target(
     "bridge",
     "Megatron-Bridge 0.4",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    megatron_refusals,
+    megatron_restriction,
+    _write,
     "megatron-bridge",
-    flags_of,
+    _flags_of,
     ("megatron-bridge", "nemo"),
     sharding="dist_optimizer",
     overlaps=True,
-    stages=stages_for,
-    words=words_of,
-    aspects=ASPECTS,
+    stages=megatron_stages,
+    words=_words_of,
+    aspects=MEGATRON_ASPECTS,
 )
 """Megatron-Bridge and NeMo."""

@@ -17,13 +17,13 @@ from autopar.targets.target import (
     WHOLE_POSITIONS,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     multiples_near,
     nodes_of,
 )
 from autopar.targets.trainer_words import (
-    ASPECTS,
+    TRAINER_ASPECTS,
     in_script,
     is_trainer,
     trainer_held,
@@ -45,12 +45,12 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     marks = r'"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"\s*:'
     return source.text.lstrip()[:1] in ("{", "/") and re.search(marks, source.text) is not None
 
 
-def read(source: Source) -> Job:
+def read_deepspeed(source: SourceFile) -> Job:
     """The job of a `ds_config.json`. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
     values = flat_texts(data)
@@ -144,7 +144,7 @@ def _steps(job: Job) -> int | None:
     return int(text) if text and text.isdigit() else None
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def deepspeed_refusals(job: Job, gpus: int) -> list[Finding]:
     """What DeepSpeed refuses at start."""
     by, found = job.layout, list[Finding]()
     dp = by.dp_on(gpus)
@@ -185,7 +185,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return [*found, *late_findings(job)]
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What a configuration of DeepSpeed can say: ZeRO without a pipeline, tp, and Ulysses."""
     heads = shape.kv_heads or shape.heads
 
@@ -226,7 +226,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
     )
 
 
-def config_of(job: Job) -> dict[str, Any]:
+def deepspeed_config(job: Job) -> dict[str, Any]:
     """The configuration as nested data. Raises NotExpressible if DeepSpeed cannot say the job."""
     by, lacking = job.layout, []
     if by.pp > 1:
@@ -260,18 +260,18 @@ def config_of(job: Job) -> dict[str, Any]:
     return data | ({"sequence_parallel_size": by.cp} if by.cp > 1 else {})
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def deepspeed_flags(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
-    return flat_texts(config_of(job))
+    return flat_texts(deepspeed_config(job))
 
 
-def words_of(job: Job) -> dict[str, str]:
+def _words_of(job: Job) -> dict[str, str]:
     """The options of a job in the words of its file: a trainer's, or DeepSpeed's. Raises
     NotExpressible if these cannot say the layout.
     """
     if is_trainer(job):
         return trainer_words(job)
-    found, file = flags_of(job), job.flags
+    found, file = deepspeed_flags(job), job.flags
     if "tensor_parallel.tp_size" in file:
         found["tensor_parallel.tp_size"] = found.pop("tensor_parallel.autotp_size", "1")
     options = file if job.file is None else job.file.options
@@ -285,12 +285,12 @@ def words_of(job: Job) -> dict[str, str]:
     return {name: text for name, text in found.items() if name not in left_out}
 
 
-def held(job: Job) -> dict[str, Any]:
+def _held(job: Job) -> dict[str, Any]:
     """The pins that a job's file cannot change: recomputation stands in the code."""
     return trainer_held(job) if is_trainer(job) else {"recompute": job.layout.recompute}
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """A `ds_config.json`. Raises NotExpressible if DeepSpeed cannot say the job."""
     losses = (
         ["recomputation: enable it in the model (gradient_checkpointing_enable)"]
@@ -298,7 +298,7 @@ def write(job: Job) -> Exported:
         else []
     )
     losses += [f"sequences of {job.seq} tokens: the data decides"] if job.seq else []
-    text = json.dumps(config_of(job), indent=2) + "\n"
+    text = json.dumps(deepspeed_config(job), indent=2) + "\n"
     per_node, nodes = nodes_of(job)
     return Exported(
         "deepspeed 0.19",
@@ -314,16 +314,16 @@ DEEPSPEED = Target(
     "deepspeed",
     "DeepSpeed 0.19",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    read_deepspeed,
+    deepspeed_refusals,
+    _restriction,
+    _write,
     "deepspeed",
-    flags_of,
+    deepspeed_flags,
     sharding="zero",
     sequence_parallel=False,
-    words=words_of,
-    aspects=ASPECTS,
-    held=held,
+    words=_words_of,
+    aspects=TRAINER_ASPECTS,
+    held=_held,
 )
 """DeepSpeed."""

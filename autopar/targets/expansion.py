@@ -24,7 +24,7 @@ from autopar.targets.shell_words import (
 
 MOST_WORDS = 100_000
 """The most words of an expanded value."""
-Value = str | tuple[str, ...]
+ShellValue = str | tuple[str, ...]
 Place = tuple[int, str]
 """The line of a command in a script, and its first word."""
 MOST_EXPANDED = 30_000_000
@@ -80,8 +80,8 @@ class Script:
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    variables: dict[str, Value] = field(default_factory=dict)
-    environment: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, ShellValue] = field(default_factory=dict)
+    environment: dict[str, ShellValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: dict[str, Place] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)

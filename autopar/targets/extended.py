@@ -13,9 +13,9 @@ from autopar.errors import AutoparError
 from autopar.targets.arguments import read_mapping
 from autopar.targets.expansion import is_known
 from autopar.targets.job import FilePart, Finding
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 
-MOST_DEPTH = 8
+_MOST_DEPTH = 8
 """The most files that extend each other in a row."""
 
 _KEYS = ("defaults", "extends", "includes", "base_config", "config", "model")
@@ -26,7 +26,7 @@ _PATHS = re.compile("dir|path|file|name|model|data|token|ckpt|check|save|load|re
 """Overrides whose value has slashes and is no configuration."""
 
 
-def extended_mapping(source: Source) -> tuple[Mapping[str, object], list[Finding]]:
+def extended_mapping(source: SourceFile) -> tuple[Mapping[str, object], list[Finding]]:
     """The mapping of a YAML or JSON file over the files that it extends, and a finding for each that
     is not there. Raises AutoparError if a file is no mapping.
     """
@@ -36,13 +36,13 @@ def extended_mapping(source: Source) -> tuple[Mapping[str, object], list[Finding
 
 
 def extended_file(
-    path: str, source: Source, findings: list[Finding]
+    path: str, source: SourceFile, findings: list[Finding]
 ) -> Mapping[str, object] | None:
     """The mapping of another file over what it extends; None if it is not there."""
     return None if source.read_file(path) is None else _read(path, "", source, findings, 0)
 
 
-def winning_parts(source: Source) -> tuple[FilePart, ...]:
+def winning_parts(source: SourceFile) -> tuple[FilePart, ...]:
     """The files of a YAML file's `defaults` that come behind `_self_`, and so count more than it."""
     if not source.name.lower().endswith((".yaml", ".yml")) or "_self_" not in source.text:
         return ()
@@ -57,7 +57,7 @@ def winning_parts(source: Source) -> tuple[FilePart, ...]:
 
 
 def named_configurations(
-    words: Iterable[str], source: Source
+    words: Iterable[str], source: SourceFile
 ) -> tuple[Mapping[str, object], list[Finding]]:
     """The configurations that a command with overrides names, as `--config-name NAME` or as
     `training=gpt3/5b`, and a finding for each that is not there.
@@ -68,11 +68,11 @@ def named_configurations(
     findings: list[Finding] = []
     for name in re.findall(r"--config-name[ =]['\"]?([\w./-]+)", text):
         file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-        found = merged(found, _read(file, "", source, findings, 0))
+        found = merged_mappings(found, _read(file, "", source, findings, 0))
     for group, name in groups:
         if not _PATHS.search(group):
             base = _read(f"{group}/{name}.yaml", "", source, findings, 0)
-            found = merged(found, {group: base})
+            found = merged_mappings(found, {group: base})
     return found, findings
 
 
@@ -94,7 +94,7 @@ _OWN = _Base("_self_")
 
 
 def _over_bases(
-    data: Mapping[str, object], folder: str, source: Source, findings: list[Finding], depth: int
+    data: Mapping[str, object], folder: str, source: SourceFile, findings: list[Finding], depth: int
 ) -> Mapping[str, object]:
     """A mapping of a file in `folder` over what it and the mappings in it extend."""
     own: dict[str, object] = {}
@@ -102,18 +102,18 @@ def _over_bases(
         if isinstance(value, Mapping):
             inner = {str(k): v for k, v in value.items()}
             value = _over_bases(inner, folder, source, findings, depth)
-        own = merged(own, {key: value})
+        own = merged_mappings(own, {key: value})
     bases = list(_bases(data))
     found: dict[str, object] = {}
     for base in [*bases, *([] if _OWN in bases else [_OWN])]:
         if base is _OWN:
-            found = merged(found, own)
+            found = merged_mappings(found, own)
             continue
         values = _read(base.name, folder, source, findings, depth, base.needed)
         under = _package(base, folder, source)
         for part in reversed(under.split(".") if under else ()):
             values = {part: values}
-        found = merged(found, values)
+        found = merged_mappings(found, values)
     return found
 
 
@@ -167,14 +167,14 @@ def _of_hydra(item: object) -> Iterator[_Base]:
 def _read(
     name: str,
     folder: str,
-    source: Source,
+    source: SourceFile,
     findings: list[Finding],
     depth: int,
     needed: bool = True,
 ) -> Mapping[str, object]:
     """The mapping of another file over what it extends; {} with a finding if it is not there."""
     path = posixpath.normpath(posixpath.join(folder, name))
-    text = source.read_file(path) if depth < MOST_DEPTH else None
+    text = source.read_file(path) if depth < _MOST_DEPTH else None
     if text is None and not needed:
         return {}
     if text is None:
@@ -185,7 +185,7 @@ def _read(
     return _over_bases(read_mapping(text, name), inside, source, findings, depth + 1)
 
 
-def _package(base: _Base, folder: str, source: Source) -> str:
+def _package(base: _Base, folder: str, source: SourceFile) -> str:
     """The path of keys under which the values of a file stand: Hydra's directive in it counts."""
     text = source.read_file(posixpath.normpath(posixpath.join(folder, base.name))) or ""
     said = re.search(r"^#\s*@package\s+(\S+)", text, re.M)
@@ -194,11 +194,11 @@ def _package(base: _Base, folder: str, source: Source) -> str:
     return "" if said[1] == "_global_" else said[1]
 
 
-def merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+def merged_mappings(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
     """Nested mappings, of which the second counts where both have a value."""
     found = dict(base)
     for key, value in over.items():
         old = found.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+        found[key] = merged_mappings(old, value) if both else value  # type: ignore[arg-type]
     return found

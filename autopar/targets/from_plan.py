@@ -10,7 +10,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
-from autopar.request.frameworks import RECIPES
+from autopar.request.frameworks import RECIPE_OF_SCALING
 from autopar.request.software import Software
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 
@@ -120,18 +120,19 @@ def _left_whole(name: str, axes: Mapping[str, AxisChoice]) -> bool:
 def job_of_plan(
     plan: Plan, target: str, shape: ModelShape, gpus_per_node: int | None = None
 ) -> Job:
-    """The job of a plan, for a target. The tokens of a sequence follow from the plan's rate. Raises
-    AutoparError if the plan says what no framework can.
+    """The job of a plan, for a target. In files of earlier versions the tokens of a sequence follow
+    from the plan's rate. Raises AutoparError if the plan says what no framework can.
     """
     predicted = plan.predicted
-    seq = round(predicted.tokens_per_s * predicted.step_time_s / plan.global_batch)
+    tokens = predicted.tokens_per_s * predicted.step_time_s
+    seq = plan.made_for.seq or round(tokens / plan.global_batch)
     precision = plan.precision if plan.precision in ("bf16", "fp16", "fp32") else ""
     if not precision:
         raise AutoparError(f"the plan is for {plan.precision}, which no framework trains in")
     software = Software.from_data(plan.made_for.software)
     facts = Facts(
         precision,
-        RECIPES.get(software.fp8_scaling, software.fp8_scaling)
+        RECIPE_OF_SCALING.get(software.fp8_scaling, software.fp8_scaling)
         if software.matmul_dtype == "fp8"
         else "",
         dp_overlap=software.dp_overlap,

@@ -11,9 +11,9 @@ from typing import Any
 from autopar_cost_models.checks import is_whole
 
 from autopar.errors import AutoparError, shown
-from autopar.ir.mesh import MOST
+from autopar.ir.mesh import MOST_DEVICES
 
-KINDS = ("refused", "unknown", "contradiction", "note")
+_KINDS = ("refused", "unknown", "contradiction", "note")
 """Kinds of findings. In order: the framework refuses to start; the file does not tell a value;
 names, comments or options contradict each other; what else a user should know.
 """
@@ -24,7 +24,7 @@ class Finding:
     """Something found in a job.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: one of `_KINDS`.
         what: what is wrong, with the values.
         theirs: the framework's own words, or ''.
         legal: the nearest values that are legal, each with its option; () if there are none.
@@ -36,8 +36,8 @@ class Finding:
     legal: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind of finding {self.kind!r} is not one of {KINDS}")
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind of finding {self.kind!r} is not one of {_KINDS}")
 
     def __str__(self) -> str:
         words = self.what + (f' ("{self.theirs}")' if self.theirs else "")
@@ -185,7 +185,7 @@ class Layout:
             "accumulation",
         ):
             value = getattr(self, name)
-            if value is not None and not is_whole(value, 1, MOST):
+            if value is not None and not is_whole(value, 1, MOST_DEVICES):
                 raise AutoparError(f"{name}={shown(value)} must be a whole number >= 1")
 
     @property

@@ -11,7 +11,7 @@ MOST_LENGTH = 100_000
 """The longest layout, with its repetitions written out."""
 
 
-def stages_of(layout: str) -> list[str]:
+def layout_stages(layout: str) -> list[str]:
     """The stages of a layout such as `Et*2|t*3|tL`, in the order of the model, each as its letters:
     E embedding, t layer, m extra predictor, L loss. Raises AutoparError for other letters.
     """
@@ -31,7 +31,7 @@ def _repeated(match: re.Match[str]) -> str:
     return match[1] * int(match[2])
 
 
-def layout_of(sizes: Sequence[int], mtp: int = 0) -> str:
+def layout_text(sizes: Sequence[int], mtp: int = 0) -> str:
     """The layout whose stages have these numbers of layers; extra predictors go to the last."""
     stages = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
     stages[0] = "E" + stages[0]

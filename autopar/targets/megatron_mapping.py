@@ -149,7 +149,7 @@ def filled_in(values: Mapping[str, str]) -> dict[str, str]:
     if "actor_num_nodes" in values:
         found = _of_slime(values) | found
     if "ppo_micro_batch_size_per_gpu" in values or "ppo_mini_batch_size" in values:
-        found = VERL | found | _of_verl(values)
+        found = _VERL | found | _of_verl(values)
     if ("model" in values or "load" in values) and {
         "tuner_type",
         "packing",
@@ -182,7 +182,7 @@ _IN_BF16 = re.compile(
 """Names of public models whose config.json says bfloat16."""
 
 
-VERL = {"use_distributed_optimizer": "true", "sequence_parallel": "true"}
+_VERL = {"use_distributed_optimizer": "true", "sequence_parallel": "true"}
 """Defaults of the Megatron engine of verl (its config/engine/megatron.yaml)."""
 
 

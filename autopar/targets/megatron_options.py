@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from autopar.targets.arguments import Arguments, is_false, is_none
 from autopar.targets.job import Facts, Job, Layout, ModelShape, Unmodelled
-from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
+from autopar.targets.megatron_layout import counted_stages, ended_stages, layout_stages
 from autopar.targets.target import vocabulary_of
 from autopar.targets.unknown import SHAPE, with_others
 
-RECIPES = {
+FP8_RECIPES = {
     "tensorwise": "tensorwise",
     "delayed": "delayed",
     "mxfp8": "mx",
@@ -22,7 +22,7 @@ RECIPES = {
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """The ZeRO stage by `--data-parallel-sharding-strategy`."""
 
-MICRO_BATCH = ("micro_batch_size", "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu")
+_MICRO_BATCH = ("micro_batch_size", "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu")
 """Names of the micro-batch."""
 
 NEUTRAL = re.compile(
@@ -66,7 +66,7 @@ own. All others are listed as not priced.
 """
 
 
-def job_of(
+def megatron_job(
     values: Mapping[str, str],
     resolved: bool = False,
     missing: Iterable[str] = (),
@@ -106,7 +106,7 @@ def _job_of(args: Arguments, resolved: bool) -> Job:
                 "note",
                 f"the batch grows at first ({name} {ramp}): times are those of the full batch",
             )
-    if not resolved and all(is_none(values.get(name) or "none") for name in MICRO_BATCH):
+    if not resolved and all(is_none(values.get(name) or "none") for name in _MICRO_BATCH):
         args.open.add("micro_batch_size")
         args.find("unknown", "micro_batch_size does not stand in the file",
                   legal=("give --micro-batch",))  # fmt: skip
@@ -292,7 +292,7 @@ def _layout(args: Arguments, shape: ModelShape) -> Layout:
         etp=args.whole("expert_tensor_parallel_size"),
         vpp=vpp,
         stages=stages,
-        micro_batch=args.whole(*MICRO_BATCH) or 1,
+        micro_batch=args.whole(*_MICRO_BATCH) or 1,
         global_batch=args.whole("global_batch_size"),
         accumulation=args.whole("gradient_accumulation_steps") or 1
         if "global_batch_size" not in args.values
@@ -354,7 +354,7 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     embedding = both or bool(args.flag("account_for_embedding_in_pipeline_split"))
     loss = both or bool(args.flag("account_for_loss_in_pipeline_split"))
     if layout:
-        stages = stages_of(layout.strip("'\""))
+        stages = layout_stages(layout.strip("'\""))
         vpp = max(1, len(stages) // pp)
         if virtual is not None and virtual != vpp:
             args.find("contradiction", f"the layout has {len(stages)} stages, {vpp} for each of {pp} ranks; the {virtual} virtual stages "
@@ -371,7 +371,7 @@ def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int
     return vpp, ()
 
 
-def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+def megatron_stages(job: Job) -> tuple[int, tuple[int, ...]]:
     """As `_stages`, for a job whose layers are known now."""
     return _stages(Arguments(job.flags), job.shape, job.layout.pp)
 
@@ -492,7 +492,7 @@ def _facts(args: Arguments, layout: Layout) -> Facts:
         else "fp16"
         if fp16
         else "fp32",
-        fp8=RECIPES.get(recipe or "delayed", "delayed") if fp8 else "",
+        fp8=FP8_RECIPES.get(recipe or "delayed", "delayed") if fp8 else "",
         grads=grads,
         dp_overlap=bool(overlaps),
         tp_overlap=bool(args.flag("tp_comm_overlap", "ub_tp_comm_overlap")),

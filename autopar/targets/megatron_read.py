@@ -26,19 +26,19 @@ from autopar.targets.megatron_mapping import (
     overrides_of,
     swift_precision,
 )
-from autopar.targets.megatron_options import job_of
+from autopar.targets.megatron_options import megatron_job
 from autopar.targets.megatron_recipes import is_recipe, recipe_options
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell import ReadFile
-from autopar.targets.target import Source
-from autopar.targets.unknown import ALL, unstated
+from autopar.targets.target import SourceFile
+from autopar.targets.unknown import ALL_OPTIONS, unstated
 
 _MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
           "micro_batch_size", "num_attention_heads", "global_batch_size", "seq_length")  # fmt: skip
 """Options by which a job is recognized: two of them are enough."""
 
 
-def looks_like_megatron(source: Source) -> bool:
+def looks_like_megatron(source: SourceFile) -> bool:
     """Whether at least two of Megatron's own options stand in the text."""
     if re.search(r'"(model_type|architectures)"\s*:', source.text):  # a model of Transformers
         return False
@@ -52,7 +52,7 @@ def looks_like_megatron(source: Source) -> bool:
     return marks >= 2 or verl is not None or _bases_look_like_megatron(source)
 
 
-def _bases_look_like_megatron(source: Source) -> bool:
+def _bases_look_like_megatron(source: SourceFile) -> bool:
     """Whether a YAML file extends others with Megatron's options, or says that Megatron runs it."""
     name, text = source.name.lower(), source.text
     if not name.endswith((".yaml", ".yml")) or not re.search(r"^(defaults|extends):", text, re.M):
@@ -67,7 +67,7 @@ def _bases_look_like_megatron(source: Source) -> bool:
     return sum(mark in names for mark in _MARKS) >= 2
 
 
-def read_megatron(source: Source, over: bool = False) -> Job:
+def read_megatron(source: SourceFile, over: bool = False) -> Job:
     """The job of a launch script, of a dump of arguments, or of YAML with Megatron's names. `over`:
     the YAML stands over values that are not there. Raises AutoparError if the text has no job of
     Megatron-LM.
@@ -78,11 +78,11 @@ def read_megatron(source: Source, over: bool = False) -> Job:
         re.MULTILINE,
     )
     if len(dump) > 10:
-        return job_of({name: value.strip() for name, value in dump}, resolved=True)
+        return megatron_job({name: value.strip() for name, value in dump}, resolved=True)
     suffix = source.name.rsplit(".", 1)[-1].lower()
     if suffix in ("yaml", "yml", "json"):
         data, findings = extended_mapping(source)
-        missing = ALL if over or any(f.kind == "unknown" for f in findings) else ()
+        missing = ALL_OPTIONS if over or any(f.kind == "unknown" for f in findings) else ()
         return _with(job_of_mapping(data, missing), findings)
     if suffix == "py":
         return _of_recipe(source)
@@ -116,16 +116,16 @@ def job_of_mapping(data: Mapping[str, object], missing: Iterable[str] = ()) -> J
         why = "; what it extends is not beside it" if missing else ""
         raise AutoparError(f"no job: the file has fewer than two options of Megatron-LM{why}")
     options = filled_in(values)
-    return _with(job_of(options, missing=unstated(missing, options)), findings)
+    return _with(megatron_job(options, missing=unstated(missing, options)), findings)
 
 
-def _of_recipe(source: Source) -> Job:
+def _of_recipe(source: SourceFile) -> Job:
     """The job of a function that returns a recipe of NeMo or Megatron-Bridge."""
     settings = settings_of(source, is_recipe)
     options = recipe_options(settings)
     if len(options.values) < 2 and not options.missing:
         raise AutoparError(f"no job: {source.name} has fewer than two options of Megatron-LM")
-    job = job_of(options.values, missing=options.missing, choices=options.choices)
+    job = megatron_job(options.values, missing=options.missing, choices=options.choices)
     return _with(job, [*settings.findings, *options.findings])
 
 
@@ -133,7 +133,7 @@ def _with(job: Job, findings: list[Finding]) -> Job:
     return replace(job, findings=(*findings, *job.findings))
 
 
-def _of_script(source: Source) -> Job:
+def _of_script(source: SourceFile) -> Job:
     script = source.script()
     best, launched = max(
         script.programs(), key=lambda program: _marks(program[1]), default=(-1, ())
@@ -147,7 +147,7 @@ def _of_script(source: Source) -> Job:
                 # verl's own configurations hold its defaults, which are known
                 named = () if any(path.startswith("actor_rollout_ref") for path in paths) else words
                 data, more = named_configurations(named, source)
-                bases = ALL if more else ()
+                bases = ALL_OPTIONS if more else ()
                 job = job_of_mapping({**flat(data), **paths}, bases)
                 return _with(job, [*more, *unread_files(script)])
         words = _from_variables(script)
@@ -182,7 +182,7 @@ def _of_script(source: Source) -> Job:
         missing += _add_precision(options, findings)
     if any(finding.kind == "unknown" for finding in told):
         missing = (*missing, "zero_stage", "cpu_optimizer")
-    job = job_of(options, missing=missing)
+    job = megatron_job(options, missing=missing)
     findings += _contradicting_names(source.text, script, job)
     return _with(job, findings)
 
@@ -308,7 +308,7 @@ def _loose_words(
             findings += told
             # what a branch of the script sets is read with each branch
             unset = "under a condition" not in shown_value(word)
-            missing = ALL if unset and any(f.kind == "unknown" for f in told) else missing
+            missing = ALL_OPTIONS if unset and any(f.kind == "unknown" for f in told) else missing
     return missing
 
 

@@ -14,7 +14,7 @@ from autopar.targets.python_calls import precision_record
 from autopar.targets.python_settings import Settings
 from autopar.targets.python_values import text_of
 from autopar.targets.unknown import (
-    ALL,
+    ALL_OPTIONS,
     BATCHES,
     COMPUTE,
     LAYOUT,
@@ -113,7 +113,7 @@ def _rank(path: str) -> int:
 
 def is_recipe(settings: Settings) -> bool:
     """Whether a function sets two options of Megatron-LM, or one over a base that is not there."""
-    names = {_name_of(path) for path in settings.values} & set(ALL)
+    names = {_name_of(path) for path in settings.values} & set(ALL_OPTIONS)
     names -= {"bf16", "fp16", "optimizer", "seq_length", "fp8"}
     return len(names) > 1 or (len(names) == 1 and "" in settings.missing)
 
@@ -125,7 +125,7 @@ def recipe_options(settings: Settings) -> RecipeOptions:
     said: dict[str, str] = {}
     for path in paths:
         name = _name_of(path)
-        if not is_known(settings.values[path]) and name not in (*VALUES, *ALL):
+        if not is_known(settings.values[path]) and name not in (*VALUES, *ALL_OPTIONS):
             continue
         if name and (
             name not in said or (is_none(found.values[name]) and path not in settings.weak)

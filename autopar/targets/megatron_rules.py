@@ -22,19 +22,19 @@ from autopar.targets.target import (
     multiples_near,
 )
 
-Check = Callable[[Job, int], Iterator[Finding]]
+_Check = Callable[[Job, int], Iterator[Finding]]
 TP, PP, CP = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
 )
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-MICRO, GLOBAL = "--micro-batch-size", "--global-batch-size"
+_MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
 MAPPINGS = (("pp", "dp", "ep", "cp", "tp"), ("dp", "pp", "ep", "cp", "tp"))
 """Orders of ranks, outermost first: tp-cp-ep-dp-pp, and that of `--use-tp-pp-dp-mapping`."""
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def megatron_refusals(job: Job, gpus: int) -> list[Finding]:
     """What Megatron-LM refuses at start, for the job on `gpus` devices, each with legal values."""
     given = {name: text for name, text in job.flags.items() if not is_none(text)}
     known = replace(job, flags=given)
@@ -197,9 +197,9 @@ def _batch(job: Job, gpus: int) -> Iterator[Finding]:
     rows = by.micro_batch * by.dp_on(gpus)
     batch = by.batch_on(gpus)
     if batch % rows:
-        legal = [f"{GLOBAL} {n}" for n in multiples_near(rows, batch)]
+        legal = [f"{_GLOBAL} {n}" for n in multiples_near(rows, batch)]
         legal += (
-            [f"{MICRO} {d}" for d in divisors_near(batch // by.dp_on(gpus), by.micro_batch)]
+            [f"{_MICRO} {d}" for d in divisors_near(batch // by.dp_on(gpus), by.micro_batch)]
             if batch % by.dp_on(gpus) == 0
             else []
         )
@@ -211,7 +211,7 @@ def _batch(job: Job, gpus: int) -> Iterator[Finding]:
         number, group = batch // rows, by.group or by.pp
         left = number % group
         if 0 < left < by.pp or (group > number and number < by.pp):
-            legal = [f"{GLOBAL} {n * rows}" for n in multiples_near(group, number)]
+            legal = [f"{_GLOBAL} {n * rows}" for n in multiples_near(group, number)]
             yield _refused(
                 f"{number} micro-batches under the interleaved schedule leave {left} behind groups of {group}, fewer than pp={by.pp}",
                 "The remainder of M (the total micro-batches) divided by N (number of contiguous micro-batches in a virtual pipeline "
@@ -388,7 +388,7 @@ def _connections(job: Job, gpus: int) -> Iterator[Finding]:
                        "CUDA_DEVICE_MAX_CONNECTIONS to 1", "export CUDA_DEVICE_MAX_CONNECTIONS=1")  # fmt: skip
 
 
-_CHECKS: tuple[Check, ...] = (
+_CHECKS: tuple[_Check, ...] = (
     _world,
     _heads,
     _layers,
@@ -403,7 +403,7 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def megatron_restriction(shape: ModelShape, seq: int) -> Restriction:
     """What Megatron-LM can run of a model with sequences of `seq` tokens."""
     groups = shape.kv_heads or shape.heads
 

@@ -10,11 +10,11 @@ from autopar.ir.mesh import MeshShape
 from autopar.request.restriction import Cuts, Restriction
 from autopar.targets.job import Job
 from autopar.targets.megatron_layout import even_stages
-from autopar.targets.megatron_write import flags_of
+from autopar.targets.megatron_write import megatron_flags
 from autopar.targets.target import ONE_STAGE, Aspect, NotExpressible
 
 CONNECTIONS = "env_CUDA_DEVICE_MAX_CONNECTIONS"
-ASPECTS = (
+MEGATRON_ASPECTS = (
     Aspect(("tp",), "tensor_model_parallel_size"),
     Aspect(
         ("pp", "vpp", "stages", "schedule"),
@@ -53,11 +53,11 @@ def is_fork(flags: Mapping[str, str]) -> bool:
     return not flags.keys().isdisjoint(("deepspeed", "DDP_impl", "zero_stage"))
 
 
-def words_of(job: Job) -> dict[str, str]:
+def megatron_words(job: Job) -> dict[str, str]:
     """The arguments of a job by name, in the words of its file. Environment variables are among them,
     as `env_NAME`. Raises NotExpressible if the file's Megatron-LM cannot run it.
     """
-    found, by, file = flags_of(job), job.layout, job.flags
+    found, by, file = megatron_flags(job), job.layout, job.flags
     if is_fork(file):
         found = _of_fork(job, found)
     each = "num-virtual-stages-per-pipeline-rank"
@@ -101,7 +101,7 @@ def _of_fork(job: Job, found: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def held(job: Job) -> dict[str, Any]:
+def megatron_held_pins(job: Job) -> dict[str, Any]:
     """The pins that a job's file cannot change: the ZeRO stage of DeepSpeed stands in a file of its
     own.
     """

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from autopar.targets.job import Exported, Facts, Job, Layout, ModelShape
-from autopar.targets.megatron_layout import counted_stages, even_stages, layout_of
-from autopar.targets.megatron_options import RECIPES, STRATEGIES
+from autopar.targets.megatron_layout import counted_stages, even_stages, layout_text
+from autopar.targets.megatron_options import FP8_RECIPES, STRATEGIES
 from autopar.targets.target import NotExpressible, nodes_of, torchrun
 
 _STRATEGIES = {zero: name for name, zero in STRATEGIES.items()}
-_RECIPES = {scaling: name for name, scaling in RECIPES.items()}
+_RECIPES = {scaling: name for name, scaling in FP8_RECIPES.items()}
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def megatron_flags(job: Job) -> dict[str, str]:
     """The arguments of a job by name, as texts; '' for a switch. Raises NotExpressible if
     Megatron-LM cannot run it.
     """
@@ -39,7 +39,7 @@ def _lacking(job: Job) -> list[str]:
     if by.offload == "parameters":
         found.append("parameters in host memory: the nearest is --optimizer-cpu-offload")
     if job.facts.fp8 and job.facts.fp8 not in _RECIPES:
-        found.append(f"fp8 scaled {job.facts.fp8}: it has {', '.join(RECIPES)}")
+        found.append(f"fp8 scaled {job.facts.fp8}: it has {', '.join(FP8_RECIPES)}")
     if by.zero > 1 and by.pp > 1:
         found.append(
             f"ZeRO-{by.zero} in a pipeline: the nearest is ZeRO-1 (--use-distributed-optimizer)"
@@ -122,7 +122,7 @@ def _stage_flags(by: Layout, shape: ModelShape) -> dict[str, str]:
             "account-for-embedding-in-pipeline-split": "",
             "account-for-loss-in-pipeline-split": "",
         }
-    return {"pipeline-model-parallel-layout": layout_of(by.stages, shape.mtp)}
+    return {"pipeline-model-parallel-layout": layout_text(by.stages, shape.mtp)}
 
 
 def _sharding_flags(by: Layout) -> dict[str, str]:
@@ -180,7 +180,7 @@ def _facts_flags(facts: Facts, by: Layout) -> dict[str, str]:
 
 def write_megatron(job: Job) -> Exported:
     """A launch script of Megatron-LM. Raises NotExpressible if it cannot run the job."""
-    flags = flags_of(job)
+    flags = megatron_flags(job)
     by = job.layout
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if by.tp * by.cp > 1 and by.zero < 2 else {}
     _, nodes = nodes_of(job)

@@ -25,7 +25,7 @@ def shape_of_module(model: nn.Module) -> ModelShape:
     return _of_config(data) or ModelShape()
 
 
-def shape_of(spec: ModelSpec) -> ModelShape | None:
+def shape_of_spec(spec: ModelSpec) -> ModelShape | None:
     """The dimensions of the model that a spec builds; None if the spec does not say them."""
     if isinstance(spec, NativeSpec):
         return _of_native(spec.config)

@@ -21,7 +21,7 @@ from autopar.targets.target import (
     ONE_STAGE,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     divisors_near,
     even_heads,
@@ -30,7 +30,7 @@ from autopar.targets.target import (
 )
 from autopar.targets.unknown import with_open
 
-P, M, T = "parallelism.", "model.model_config.", "tokens."
+_P, _M, _T = "parallelism.", "model.model_config.", "tokens."
 _BESIDE = ("model.init_method", "model.dtype", "model.ddp_bucket_cap_mb", "model.make_vocab")
 """What of the block `model` is not about its dimensions."""
 _ENGINES = {"1f1b": "1f1b", "afab": "gpipe"}
@@ -46,7 +46,7 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     text = source.text
     return (
         re.search(r"^parallelism:", text, re.MULTILINE) is not None
@@ -57,7 +57,7 @@ def _reads(source: Source) -> bool:
     )
 
 
-def read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a nanotron configuration. Raises AutoparError if it is none."""
     data = read_mapping(source.text, source.name)
     if not isinstance(data.get("parallelism"), dict):
@@ -68,17 +68,17 @@ def read(source: Source) -> Job:
 def _job_of(values: Mapping[str, str]) -> tuple[Job, Arguments]:
     """The job of options by path, and the arguments as read."""
     args = Arguments(values)
-    dp, tp, pp = (args.whole(f"{P}{name}") or 1 for name in ("dp", "tp", "pp"))
+    dp, tp, pp = (args.whole(f"{_P}{name}") or 1 for name in ("dp", "tp", "pp"))
     ep, cp = (
-        args.whole(f"{P}expert_parallel_size") or 1,
-        args.whole(f"{P}context_parallel_size") or 1,
+        args.whole(f"{_P}expert_parallel_size") or 1,
+        args.whole(f"{_P}context_parallel_size") or 1,
     )
     steps, micro = (
-        args.whole(f"{T}batch_accumulation_per_replica") or 1,
-        args.whole(f"{T}micro_batch_size") or 1,
+        args.whole(f"{_T}batch_accumulation_per_replica") or 1,
+        args.whole(f"{_T}micro_batch_size") or 1,
     )
-    mode = args.text(f"{P}tp_mode") or "ALL_REDUCE"
-    engine = args.text(f"{P}pp_engine") or "1f1b"
+    mode = args.text(f"{_P}tp_mode") or "ALL_REDUCE"
+    engine = args.text(f"{_P}pp_engine") or "1f1b"
     if ep > 1:
         args.find(
             "note",
@@ -100,9 +100,9 @@ def _job_of(values: Mapping[str, str]) -> tuple[Job, Arguments]:
     dtype = args.text("model.dtype") or "bfloat16"
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "bf16")
     accumulate = args.flag("optimizer.accumulate_grad_in_fp32")
-    dropout = args.number(f"{M}resid_pdrop") or 0.0
+    dropout = args.number(f"{_M}resid_pdrop") or 0.0
     facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=dropout)
-    shape, seq, gpus = _shape(args), args.whole(f"{T}sequence_length"), dp * ep * tp * pp * cp
+    shape, seq, gpus = _shape(args), args.whole(f"{_T}sequence_length"), dp * ep * tp * pp * cp
     layout = replace(layout, stages=_uneven(stages_of_pipeline(shape, pp, tp)))
     if empty := layout.stages.count(0):
         args.find(
@@ -130,7 +130,7 @@ def _as_today(values: dict[str, str]) -> dict[str, str]:
     """The values with the dimensions of the model where they stand today: in 2023 they stood in the
     block `model` itself, some by other names.
     """
-    if any(path.startswith(M) for path in values):
+    if any(path.startswith(_M) for path in values):
         return values
     names = {"n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers",
              "n_inner": "intermediate_size", "ffn_hidden_size": "intermediate_size"}  # fmt: skip
@@ -138,66 +138,66 @@ def _as_today(values: dict[str, str]) -> dict[str, str]:
     for path, value in values.items():
         block, _, name = path.rpartition(".")
         inside = block == "model" and not path.startswith(_BESIDE)
-        found[f"{M}{names.get(name, name)}" if inside else path] = value
+        found[f"{_M}{names.get(name, name)}" if inside else path] = value
     return found
 
 
 def _recompute(args: Arguments) -> str:
-    granularity = (args.text(f"{P}recompute_granularity") or "none").lower()
-    again = args.flag(f"{P}recompute_layer") or granularity == "full"
+    granularity = (args.text(f"{_P}recompute_granularity") or "none").lower()
+    again = args.flag(f"{_P}recompute_layer") or granularity == "full"
     return "full" if again else "selective" if granularity == "selective" else "none"
 
 
 def _heads_of_keys(args: Arguments, heads: int) -> int:
     """The heads of keys and values; StarCoder2 names them otherwise, and GPT has one or all."""
-    found = args.whole(f"{M}num_key_value_heads")
-    grouped, several = args.flag(f"{M}grouped_query"), args.whole(f"{M}num_kv_heads")
+    found = args.whole(f"{_M}num_key_value_heads")
+    grouped, several = args.flag(f"{_M}grouped_query"), args.whole(f"{_M}num_kv_heads")
     if found is None and grouped is not False and several:
         return several
-    one = args.flag(f"{M}multi_query") or "gpt_bigcode" in args.values.get(f"{M}model_type", "")
+    one = args.flag(f"{_M}multi_query") or "gpt_bigcode" in args.values.get(f"{_M}model_type", "")
     return found or (1 if one else heads)
 
 
 def _shape(args: Arguments) -> ModelShape:
-    hidden, heads = args.whole(f"{M}hidden_size") or 0, args.whole(f"{M}num_attention_heads") or 0
-    args.whole(f"{M}max_position_embeddings")
+    hidden, heads = args.whole(f"{_M}hidden_size") or 0, args.whole(f"{_M}num_attention_heads") or 0
+    args.whole(f"{_M}max_position_embeddings")
     experts = (
-        args.whole(f"{M}moe_num_experts", f"{M}num_experts", f"{M}moe_config.num_experts") or 0
+        args.whole(f"{_M}moe_num_experts", f"{_M}num_experts", f"{_M}moe_config.num_experts") or 0
     )
-    ffn = args.whole(f"{M}intermediate_size") or 4 * hidden
+    ffn = args.whole(f"{_M}intermediate_size") or 4 * hidden
     return ModelShape(
-        layers=args.whole(f"{M}num_hidden_layers") or 0,
+        layers=args.whole(f"{_M}num_hidden_layers") or 0,
         hidden=hidden,
         heads=heads,
         kv_heads=_heads_of_keys(args, heads),
-        head_dim=args.whole(f"{M}head_dim") or (hidden // heads if heads else 0),
+        head_dim=args.whole(f"{_M}head_dim") or (hidden // heads if heads else 0),
         ffn=ffn,
-        vocab=args.whole(f"{M}vocab_size") or 0,
+        vocab=args.whole(f"{_M}vocab_size") or 0,
         experts=experts,
         top_k=(
             args.whole(
-                f"{M}num_experts_per_tok", f"{M}num_experts_per_token", f"{M}moe_config.top_k"
+                f"{_M}num_experts_per_tok", f"{_M}num_experts_per_token", f"{_M}moe_config.top_k"
             )
             or 1
         )
         if experts
         else 0,
         moe_ffn=ffn if experts else 0,
-        gated=args.text(f"{M}activation_function") in (None, "silu", "swiglu"),
-        tied=bool(args.flag(f"{M}tie_word_embeddings")),
+        gated=args.text(f"{_M}activation_function") in (None, "silu", "swiglu"),
+        tied=bool(args.flag(f"{_M}tie_word_embeddings")),
     )
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What nanotron refuses at start."""
     by, shape, found = job.layout, job.shape, list[Finding]()
     total = by.tp * by.pp * by.cp * by.dp_on(gpus)
     if total != gpus:
         fixed = by.tp * by.pp * by.cp * by.ep
-        legal = (f"{P}dp: {gpus // fixed}",) if gpus % fixed == 0 else ()
+        legal = (f"{_P}dp: {gpus // fixed}",) if gpus % fixed == 0 else ()
         found.append(Finding("refused", f"dp x expert_parallel_size x tp x pp = {total}, and there are {gpus} devices",
                              "world_size must be equal to dp * pp * tp * expert_parallel_size", legal))  # fmt: skip
-    found += head_findings(job, "must be divisible by TP size", f"{P}tp:")
+    found += head_findings(job, "must be divisible by TP size", f"{_P}tp:")
     number = by.micro_batches_on(gpus)
     if by.pp > 1 and by.schedule == "1f1b" and number < by.pp - 1:
         found.append(
@@ -205,7 +205,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
                 "refused",
                 f"{number} micro-batches for 1F1B on {by.pp} ranks",
                 "Number of micro-batches must be at least pp - 1",
-                (f"{T}batch_accumulation_per_replica: {by.pp}",),
+                (f"{_T}batch_accumulation_per_replica: {by.pp}",),
             )
         )
     if by.zero > 1:
@@ -223,13 +223,15 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
                 "refused",
                 f"{by.ep} does not divide {shape.experts} experts",
                 "num_experts must be divisible by expert_parallel_size",
-                tuple(f"{P}expert_parallel_size: {d}" for d in divisors_near(shape.experts, by.ep)),
+                tuple(
+                    f"{_P}expert_parallel_size: {d}" for d in divisors_near(shape.experts, by.ep)
+                ),
             )
         )
     return found
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What nanotron can run: tp with reduce-scatter, pipelines that it cuts by cost, ZeRO-1. With
     dimensions that are not known, it is not known where it cuts. Cuts that leave a rank without a
     layer are left out.
@@ -265,7 +267,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
     )
 
 
-def config_of(job: Job) -> dict[str, Any]:
+def _config_of(job: Job) -> dict[str, Any]:
     """The blocks of a configuration. Raises NotExpressible if nanotron cannot run the job."""
     by, lacking = job.layout, []
     if by.vpp > 1:
@@ -318,31 +320,31 @@ def _model(shape: ModelShape) -> dict[str, Any]:
     }}  # fmt: skip
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The configuration by path, as texts."""
-    return flat_texts(config_of(job))
+    return flat_texts(_config_of(job))
 
 
-def words_of(job: Job) -> dict[str, str]:
+def _words_of(job: Job) -> dict[str, str]:
     """The configuration by path, in the words of its file: nanotron once had another option for what
-    is computed again. Raises NotExpressible as `config_of`.
+    is computed again. Raises NotExpressible as `_config_of`.
     """
-    found, earlier, mode = flags_of(job), f"{P}recompute_granularity", f"{P}tp_mode"
+    found, earlier, mode = _flags_of(job), f"{_P}recompute_granularity", f"{_P}tp_mode"
     if job.layout.tp == 1 and mode in job.flags:  # which counts with tp alone
         found[mode] = job.flags[mode]
     if earlier in job.flags:
-        del found[f"{P}recompute_layer"]
+        del found[f"{_P}recompute_layer"]
         found[earlier] = "FULL" if job.layout.recompute == "full" else "null"
     return found
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """The blocks of a nanotron configuration that a layout fixes. Raises NotExpressible if nanotron
     cannot run the job.
     """
     import yaml
 
-    text = yaml.safe_dump(config_of(job), sort_keys=False)
+    text = yaml.safe_dump(_config_of(job), sort_keys=False)
     launch = f"{torchrun(job)} run_train.py --config-file config.yaml"
     losses = [
         "the blocks general, checkpoints, data_stages, tokenizer and the learning rate are yours"
@@ -362,15 +364,15 @@ NANOTRON = Target(
     "nanotron",
     "nanotron 0.5",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    _refusals,
+    _restriction,
+    _write,
     "nanotron",
-    flags_of,
+    _flags_of,
     sharding="zero",
     zero=(0, 1),
     stages=stages_for,
-    words=words_of,
+    words=_words_of,
 )
 """Hugging Face's nanotron."""

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.request.restriction import Limit, Only, Restriction
 from autopar.targets.arguments import Arguments, flat_texts, read_mapping
-from autopar.targets.extended import merged
+from autopar.targets.extended import merged_mappings
 from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
 from autopar.targets.target import (
     NO_CONTEXT,
@@ -20,7 +20,7 @@ from autopar.targets.target import (
     ONE_STAGE,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     divisors_near,
     even_heads,
@@ -31,7 +31,7 @@ from autopar.targets.target import (
 from autopar.targets.unknown import unstated, with_others
 from autopar.targets.weights import NO_ATTENTION
 
-MICRO, STEPS, BATCH = (
+_MICRO, _STEPS, _BATCH = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "train_batch_size",
@@ -49,7 +49,7 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     text = source.text
     yaml = source.name.lower().endswith((".yml", ".yaml", ".json"))
     if not yaml or not _MARKS.search(text):
@@ -59,10 +59,10 @@ def _reads(source: Source) -> bool:
     except AutoparError:
         return False
     own = names & {"pipe_parallel_size", "model_parallel_size", "data_impl", "checkpoint_factor", "lr_decay_style"}  # fmt: skip
-    return len(own) > 1 or (bool(own) and bool(names & {MICRO, "num_attention_heads"}))
+    return len(own) > 1 or (bool(own) and bool(names & {_MICRO, "num_attention_heads"}))
 
 
-def read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a configuration. GPT-NeoX merges several files, so that one alone may lack values.
     Raises AutoparError if it is none.
     """
@@ -70,8 +70,8 @@ def read(source: Source) -> Job:
         name.replace("-", "_"): value
         for name, value in read_mapping(source.text, source.name).items()
     }
-    values = flat_texts(merged({}, data))
-    if {"pipe_parallel_size", "model_parallel_size", MICRO, "hidden_size", "data_impl"}.isdisjoint(
+    values = flat_texts(merged_mappings({}, data))
+    if {"pipe_parallel_size", "model_parallel_size", _MICRO, "hidden_size", "data_impl"}.isdisjoint(
         values
     ):
         raise AutoparError(f"no job: {source.name} has no options of GPT-NeoX")
@@ -93,8 +93,8 @@ def read(source: Source) -> Job:
 
 def _lacking(values: Mapping[str, str]) -> list[str]:
     """The options that another file of the job may set."""
-    batches = [name for name in (MICRO, STEPS, BATCH) if name in values]
-    lacking = [MICRO] if MICRO not in values and len(batches) < 2 else []
+    batches = [name for name in (_MICRO, _STEPS, _BATCH) if name in values]
+    lacking = [_MICRO] if _MICRO not in values and len(batches) < 2 else []
     if not {"precision", "fp16.enabled", "bf16.enabled", "fp16.fp16"} & set(values):
         lacking.append("precision")
     return lacking + (
@@ -106,7 +106,7 @@ def _lacking(values: Mapping[str, str]) -> list[str]:
 
 def _job_of(args: Arguments) -> Job:
     pp, tp = args.whole("pipe_parallel_size", least=0) or 1, args.whole("model_parallel_size") or 1
-    micro, batch, steps = args.whole(MICRO), args.whole(BATCH), args.whole(STEPS)
+    micro, batch, steps = args.whole(_MICRO), args.whole(_BATCH), args.whole(_STEPS)
     shape = _shape(args)
     layout = Layout(
         tp=tp,
@@ -212,7 +212,7 @@ def _vocabulary(args: Arguments) -> int:
     return known
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What GPT-NeoX refuses at start."""
     by, found = job.layout, list[Finding]()
     if gpus % (by.tp * by.pp):
@@ -223,12 +223,12 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
         found.append(Finding("refused", what, "(global_num_gpus / pp_size) / mp_size must be a whole number", legal))  # fmt: skip
         return found
     rows, batch = by.micro_batch * by.dp_on(gpus), by.global_batch
-    steps = job.flags.get(STEPS, "")
+    steps = job.flags.get(_STEPS, "")
     if batch and (
-        batch % rows or (steps.isdigit() and MICRO in job.flags and batch != rows * int(steps))
+        batch % rows or (steps.isdigit() and _MICRO in job.flags and batch != rows * int(steps))
     ):
-        legal = tuple(f"{BATCH}: {n}" for n in multiples_near(rows, batch))
-        found.append(Finding("refused", f"{BATCH} {batch} is not {by.micro_batch} x {steps or 'steps'} x {by.dp_on(gpus)}",
+        legal = tuple(f"{_BATCH}: {n}" for n in multiples_near(rows, batch))
+        found.append(Finding("refused", f"{_BATCH} {batch} is not {by.micro_batch} x {steps or 'steps'} x {by.dp_on(gpus)}",
                              "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size",
                              legal))  # fmt: skip
     hidden, heads = job.shape.hidden, job.shape.heads
@@ -244,7 +244,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What GPT-NeoX can run: tp, pipelines by 1F1B, and DeepSpeed's ZeRO."""
 
     def piped(choice: Any) -> bool:
@@ -265,7 +265,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
     )  # fmt: skip
 
 
-def config_of(job: Job) -> dict[str, Any]:
+def _config_of(job: Job) -> dict[str, Any]:
     """The options of a layout. Raises NotExpressible if GPT-NeoX cannot run it."""
     by, lacking = job.layout, []
     if by.cp * by.ep * by.vpp > 1:
@@ -293,26 +293,26 @@ def config_of(job: Job) -> dict[str, Any]:
         "pipe_parallel_size": by.pp if by.pp > 1 else 1,
         "model_parallel_size": by.tp,
         "sequence_parallel": by.sequence_parallel,
-        MICRO: by.micro_batch,
-        STEPS: by.micro_batches_on(gpus),
+        _MICRO: by.micro_batch,
+        _STEPS: by.micro_batches_on(gpus),
         "zero_optimization": {"stage": by.zero} | ({"offload_optimizer": {"device": "cpu"}} if by.offload == "optimizer" else {}),
         "checkpoint_activations": by.recompute == "full",
         "precision": {"bf16": "bfloat16"}.get(job.facts.precision, job.facts.precision),
     }  # fmt: skip
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The options by path, as texts."""
-    return flat_texts(config_of(job))
+    return flat_texts(_config_of(job))
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """The options of a layout as YAML. Raises NotExpressible if GPT-NeoX cannot run the job."""
     import yaml
 
     per_node, nodes = nodes_of(job)
     devices = {"num_gpus": per_node, "num_nodes": nodes}
-    text = yaml.safe_dump(config_of(job) | devices, sort_keys=False)
+    text = yaml.safe_dump(_config_of(job) | devices, sort_keys=False)
     losses = ["the model, the optimizer and the data: give them in a second file"]
     launch = "python ./deepy.py train.py layout.yml model.yml"
     return Exported("gpt-neox 2.0", text, launch, {}, tuple(losses), "layout.yml")
@@ -322,12 +322,12 @@ NEOX = Target(
     "gpt-neox",
     "GPT-NeoX 2.0",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    _refusals,
+    _restriction,
+    _write,
     "deepspeed",
-    flags_of,
+    _flags_of,
     ("neox", "gptneox"),
     sharding="zero",
 )

@@ -22,7 +22,7 @@ from autopar.targets.target import (
     WHOLE_POSITIONS,
     WHOLE_SHARDS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     even_heads,
     nodes_of,
@@ -62,14 +62,14 @@ _NEUTRAL = re.compile(
 _BATCH = "train_batch_size"
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     trainer = re.search(r"openrlhf[./]cli|\btrain_(ppo\w*|sft|dpo|rm|kto|kd)\.py", source.text)
     known = re.search(r"--(ds\.zero_stage|train\.(micro_)?batch_size)\b", source.text)
     named = "micro_train_batch_size" in source.text or (trainer and known) is not None
     return named and not source.name.endswith(".py")
 
 
-def read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a launch script. Of reinforcement learning it is the update of the actor. Raises
     AutoparError if no command starts a trainer of OpenRLHF.
     """
@@ -165,7 +165,7 @@ def _note(args: Arguments, trainer: str) -> None:
         args.find("note", "samples are packed without padding: priced as all of the full length")
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What DeepSpeed refuses at start, in the options of OpenRLHF."""
     batch, stage = _name(job, "batch"), _name(job, "zero")
     pairs = job.flags.get("trainer") in _PAIRS
@@ -177,7 +177,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
 
     found = [
         replace(finding, legal=tuple(map(said, finding.legal)))
-        for finding in deepspeed.refusals(job, gpus)
+        for finding in deepspeed.deepspeed_refusals(job, gpus)
     ]
     if job.layout.tp > 1 and job.facts.precision != "bf16":
         what = f"tp={job.layout.tp} in {job.facts.precision}"
@@ -191,7 +191,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What OpenRLHF can run: ZeRO without a pipeline, tp below ZeRO-3, and ring attention."""
     return Restriction(
         "OpenRLHF",
@@ -226,14 +226,14 @@ def _name(job: Job, what: str) -> str:
     return before if _NAMES["micro"][1] in job.flags else now
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The options of a job by name, as texts. Raises NotExpressible if OpenRLHF cannot run it."""
     by = job.layout
     if by.offload == "parameters":
         raise NotExpressible(
             "OpenRLHF cannot say parameters in host memory: the nearest is --ds.adam_offload"
         )
-    deepspeed.config_of(job)  # raises for what DeepSpeed cannot run
+    deepspeed.deepspeed_config(job)  # raises for what DeepSpeed cannot run
     answers = 2 if job.flags.get("trainer") in _PAIRS else 1
     batch = by.batch_on(job.gpus or by.tp * by.cp)
     if batch % answers:
@@ -253,17 +253,17 @@ def flags_of(job: Job) -> dict[str, str]:
     return {_name(job, what): text for what, text in found.items() if text is not None}
 
 
-def held(job: Job) -> dict[str, Any]:
+def _held(job: Job) -> dict[str, Any]:
     """The pins that a job's file cannot change: ring attention packs samples, which has no price."""
     return {"cp": job.layout.cp}
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """A launch script of OpenRLHF's supervised fine-tuning. Raises NotExpressible if it cannot run
     the job.
     """
     per_node, nodes = nodes_of(job)
-    flags = flags_of(job) | {"ds.param_dtype": job.facts.precision}
+    flags = _flags_of(job) | {"ds.param_dtype": job.facts.precision}
     several = f" --num_nodes {nodes}" if nodes > 1 else ""
     lines = [f"deepspeed --num_gpus {per_node}{several} --module openrlhf.cli.train_sft"]
     lines += [f"--{name} {text}".strip() for name, text in flags.items()]
@@ -276,15 +276,15 @@ OPENRLHF = Target(
     "openrlhf",
     "OpenRLHF 0.11 (DeepSpeed)",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    _refusals,
+    _restriction,
+    _write,
     "deepspeed",
-    flags_of,
+    _flags_of,
     dashes="--",
     sharding="zero",
     sequence_parallel=False,
-    held=held,
+    held=_held,
 )
 """OpenRLHF."""

@@ -23,7 +23,7 @@ from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Job
 from autopar.targets.megatron_layout import even_stages
 from autopar.targets.megatron_options import STRATEGIES
-from autopar.targets.torchtitan_options import SCHEDULES
+from autopar.targets.torchtitan_options import SCHEDULE_NAMES
 
 Fields = dict[str, Any]
 """Fields of a layout by name, as the framework reads them."""
@@ -251,7 +251,7 @@ def _torchtitan(text: str, job: Job) -> Fields:
     parts = by.module_fqns_per_model_part or ()
     stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
     named = by.pipeline_parallel_schedule
-    schedule = SCHEDULES.get(named.lower(), named)
+    schedule = SCHEDULE_NAMES.get(named.lower(), named)
     return found | {"vpp": len(stages) // ranks.pp, "stages": stages, "schedule": schedule}
 
 

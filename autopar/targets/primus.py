@@ -9,12 +9,12 @@ from dataclasses import replace
 from autopar.errors import AutoparError
 from autopar.targets.arguments import flat, is_none, read_mapping
 from autopar.targets.bridge import job_over_recipe
-from autopar.targets.extended import extended_file, merged
+from autopar.targets.extended import extended_file, merged_mappings
 from autopar.targets.job import Finding, Job
 from autopar.targets.megatron_read import job_of_mapping
-from autopar.targets.target import Source
-from autopar.targets.torchtitan_read import EVERY, Options, job_of_options
-from autopar.targets.unknown import ALL, SHAPE
+from autopar.targets.target import SourceFile
+from autopar.targets.torchtitan_read import EVERY_OPTION, TorchtitanOptions, job_of_options
+from autopar.targets.unknown import ALL_OPTIONS, SHAPE
 
 _PLACES = (
     "{name}",
@@ -37,7 +37,7 @@ _SECTIONS = (
 """Sections of torchtitan that stand in an override."""
 
 
-def reads(source: Source) -> bool:
+def reads_primus(source: SourceFile) -> bool:
     """Whether a file is one of Primus: modules, each with its framework."""
     yaml = source.name.lower().endswith((".yaml", ".yml"))
     return (
@@ -47,7 +47,7 @@ def reads(source: Source) -> bool:
     )
 
 
-def read(source: Source) -> Job:
+def read_primus(source: SourceFile) -> Job:
     """The job of the first module that trains. Raises AutoparError if it is one of a framework that
     autopar does not read.
     """
@@ -69,13 +69,13 @@ def read(source: Source) -> Job:
         if isinstance(preset, str) and not is_none(preset):
             found = _preset(preset, kind, framework, source, findings)
             absent += [] if found is not None else [kind]
-            values = merged(values, found or {})
+            values = merged_mappings(values, found or {})
     own = module.get("overrides")
-    values = merged(values, own if isinstance(own, Mapping) else {})
+    values = merged_mappings(values, own if isinstance(own, Mapping) else {})
     if framework == "torchtitan":
         return _of_torchtitan(values, findings, bool(absent))
     missing = (
-        *((n for n in ALL if n not in SHAPE) if "modules" in absent else ()),
+        *((n for n in ALL_OPTIONS if n not in SHAPE) if "modules" in absent else ()),
         *(SHAPE if "models" in absent else ()),
     )
     if framework == "megatron_bridge":
@@ -97,7 +97,7 @@ def _modules(data: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, obj
 
 
 def _preset(
-    name: str, kind: str, framework: str, source: Source, findings: list[Finding]
+    name: str, kind: str, framework: str, source: SourceFile, findings: list[Finding]
 ) -> Mapping[str, object] | None:
     """The values of a preset over what it extends; None with a finding if it is not there."""
     places = [place.format(name=name, kind=kind, framework=framework) for place in _PLACES]
@@ -117,4 +117,6 @@ def _of_torchtitan(values: Mapping[str, object], findings: list[Finding], absent
         for path, value in flat(values).items()
         if path.partition(".")[0] in _SECTIONS and value is not None
     }
-    return job_of_options(Options(found, list(EVERY) if absent else [], {}, findings))
+    return job_of_options(
+        TorchtitanOptions(found, list(EVERY_OPTION) if absent else [], {}, findings)
+    )

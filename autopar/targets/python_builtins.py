@@ -38,7 +38,7 @@ def _remainder(left: Any, right: Any) -> Any:
 
 
 def method(value: Any, name: str, args: list[Any], named: dict[str, Any]) -> Any:
-    """The value of a method of `METHODS`. Raises NotComputed if it has none or a very long one."""
+    """The value of a method of `STRING_METHODS`. Raises NotComputed if it has none or a very long one."""
     texts = [value, *args, *(args[0] if args and isinstance(args[0], list | tuple) else ())]
     length = sum(len(text) for text in texts if isinstance(text, str))
     if isinstance(value, str) and (length > MOST_ITEMS // 4 or name == "zfill"):
@@ -108,7 +108,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """Operators by the class of their node."""
 
-METHODS = frozenset(
+STRING_METHODS = frozenset(
     "lower upper strip lstrip rstrip replace split rsplit startswith endswith join removeprefix removesuffix title "
     "format partition rpartition zfill isdigit get items keys values copy index count union".split()
 )

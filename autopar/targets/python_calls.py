@@ -16,15 +16,15 @@ from autopar.targets.python_values import (
     UNSET,
     Choice,
     Class,
-    Function,
     Module,
     Named,
+    PythonFunction,
     Record,
     is_certain,
     text_of,
 )
 
-MOST_DEPTH = 40
+_MOST_DEPTH = 40
 """The most calls within each other that are followed."""
 LIBRARIES = frozenset(
     "megatron nemo nemo_run torch torchtitan transformers trl peft accelerate deepspeed lightning pytorch_lightning datasets "
@@ -100,7 +100,7 @@ class Calls(Expressions):
         match function:
             case Choice():
                 return self.called(self.likely(function), args, named, text)
-            case Function():
+            case PythonFunction():
                 return self._follow(function, args, named)
             case Class():
                 return self.instance(function, args, named)
@@ -211,9 +211,9 @@ class Calls(Expressions):
                 elif not isinstance(value, Choice):
                     item.fields[name] = Choice((value,), why)
 
-    def _follow(self, function: Function, args: list[Any], named: dict[str, Any]) -> Any:
+    def _follow(self, function: PythonFunction, args: list[Any], named: dict[str, Any]) -> Any:
         """The value that a function of the files returns."""
-        if self.depth >= MOST_DEPTH:
+        if self.depth >= _MOST_DEPTH:
             return Record("", missing="calls that are nested too deep")
         scope: dict[str, Any] = {
             "@outer": function.scope,
@@ -241,7 +241,7 @@ class Calls(Expressions):
         return values[-1] if same else Choice(tuple(values))
 
     def bound(
-        self, function: Function, args: list[Any], named: Mapping[str, Any]
+        self, function: PythonFunction, args: list[Any], named: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The arguments of a call by name. One that is not given is not known."""
         of = function.node.args
@@ -270,18 +270,20 @@ class Calls(Expressions):
         record.missing = ours[0] if ours else ""
         for part in reversed(list(cls.order())):
             for name, value in list(part.body.items()):
-                if not isinstance(value, Function | Class | Module) and not name.startswith("__"):
+                if not isinstance(value, PythonFunction | Class | Module) and not name.startswith(
+                    "__"
+                ):
                     record.fields[name] = self._default(value)
         made = cls.find("__init__")
-        if isinstance(made, Function):
+        if isinstance(made, PythonFunction):
             self._follow(replace_self(made, record), args, named)
             return record
         names = [n for part in reversed(list(cls.order())) for n, v in part.body.items()
-                 if not isinstance(v, Function | Class)]  # fmt: skip
+                 if not isinstance(v, PythonFunction | Class)]  # fmt: skip
         record.fields |= dict(zip(dict.fromkeys(names), args, strict=False)) | named
         record.fields = {n: v for n, v in record.fields.items() if v is not UNSET}
         after = cls.find("__post_init__")
-        if isinstance(after, Function):
+        if isinstance(after, PythonFunction):
             self._follow(replace_self(after, record), [], {})
         return record
 
@@ -295,9 +297,9 @@ class Calls(Expressions):
         return self.copied(value)
 
 
-def replace_self(function: Function, self_: Any) -> Function:
+def replace_self(function: PythonFunction, self_: Any) -> PythonFunction:
     """A method of an object."""
-    return Function(function.node, function.module, function.scope, self_, function.cls)
+    return PythonFunction(function.node, function.module, function.scope, self_, function.cls)
 
 
 def _replaced(reader: Calls, args: list[Any], named: dict[str, Any]) -> Any:
@@ -320,7 +322,7 @@ def _configured(reader: Calls, args: list[Any], named: dict[str, Any]) -> Any:
     cls = args[0] if args else None
     if isinstance(cls, Class):
         return reader.instance(cls, args[1:], named)
-    if isinstance(cls, Function) and isinstance(cls.node, ast.FunctionDef):
+    if isinstance(cls, PythonFunction) and isinstance(cls.node, ast.FunctionDef):
         return reader.made(Record(cls.node.name, dict(named), level=reader.unsure))
     name = text_of(cls).rpartition(".")[2] if cls is not None else "Config"
     return reader.made(Record(name, dict(named), level=reader.unsure))

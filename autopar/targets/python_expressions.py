@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.targets.python_builtins import (
     CHANGES,
-    METHODS,
     OPERATORS,
+    STRING_METHODS,
     NotComputed,
     computed,
     method,
@@ -17,9 +17,9 @@ from autopar.targets.python_builtins import (
 from autopar.targets.python_names import Names
 from autopar.targets.python_values import (
     Choice,
-    Function,
     Module,
     Named,
+    PythonFunction,
     Record,
     is_certain,
     text_of,
@@ -44,7 +44,7 @@ class Expressions(Names):
             case ast.Subscript():
                 return self._element(node, scope, module)
             case ast.Lambda():
-                return Function(node, module, scope)
+                return PythonFunction(node, module, scope)
             case ast.NamedExpr():
                 value = self.value(node.value, scope, module)
                 self.assign(node.target, value, scope, module)
@@ -307,7 +307,7 @@ class Expressions(Names):
         if name == "get" and isinstance(holder, dict) and args and not is_certain(args[0]):
             return Choice(tuple(holder.values())) if holder else unknown
         certain = all(map(is_certain, [*args, *named.values()])) and (is_certain(holder) or not isinstance(holder, str))  # fmt: skip
-        if name not in METHODS or not (
+        if name not in STRING_METHODS or not (
             certain or name in ("get", "items", "keys", "values", "copy")
         ):
             return unknown

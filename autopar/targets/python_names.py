@@ -12,15 +12,15 @@ from autopar.targets.python_values import (
     UNSET,
     Choice,
     Class,
-    Function,
     Later,
     Module,
     Named,
+    PythonFunction,
     Record,
     is_certain,
 )
 
-MOST_STEPS = 60_000
+_MOST_STEPS = 60_000
 """The most statements and calls that are read."""
 
 
@@ -64,9 +64,9 @@ class Names(ABC):
     def count(self) -> None:
         """Counts a step. Raises AutoparError if there are too many."""
         self.steps += 1
-        if self.steps > MOST_STEPS:
+        if self.steps > _MOST_STEPS:
             raise AutoparError(
-                f"the file takes more than {MOST_STEPS:,} steps to read: give a file with the values"
+                f"the file takes more than {_MOST_STEPS:,} steps to read: give a file with the values"
             )
 
     def note(self, text: str, value: Any) -> None:
@@ -135,8 +135,8 @@ class Names(ABC):
         if name in holder.fields:
             return self.plain(holder.fields[name])
         value = holder.cls.find(name) if holder.cls is not None else UNSET
-        if isinstance(value, Function):
-            bound = Function(value.node, value.module, value.scope, holder, value.cls)
+        if isinstance(value, PythonFunction):
+            bound = PythonFunction(value.node, value.module, value.scope, holder, value.cls)
             decorators = getattr(value.node, "decorator_list", [])
             names = [ast.unparse(decorator) for decorator in decorators]
             if "staticmethod" in names:
@@ -177,7 +177,7 @@ class Names(ABC):
                 return None if value.missing or not (value.cls or value.fields) else True
             case Named():
                 return False if value.path.endswith("TYPE_CHECKING") else None
-            case Function() | Class() | Module():
+            case PythonFunction() | Class() | Module():
                 return True
             case None | bool() | int() | float() | str() | list() | tuple() | dict() | set():
                 return bool(value)

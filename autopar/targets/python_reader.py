@@ -15,15 +15,15 @@ from autopar.targets.python_values import (
     UNSET,
     Choice,
     Class,
-    Function,
     Later,
     Module,
     Named,
+    PythonFunction,
     Record,
     is_certain,
 )
 
-MOST_UP = 8
+_MOST_UP = 8
 """The most folders above a file in which the modules that it imports are looked for."""
 MOST_ROUNDS = 2_000
 """The most rounds of a loop that are read."""
@@ -57,7 +57,7 @@ class PythonReader(Calls):
         """The module that the file `inside` imports, or None if it is not there."""
         folder = posixpath.dirname(inside)
         end = path.replace(".", "/")
-        ups = [level - 1] if level else range(MOST_UP + 1)
+        ups = [level - 1] if level else range(_MOST_UP + 1)
         for up in ups:
             base = posixpath.normpath(posixpath.join(folder, *[".."] * up, end))
             for file in (f"{base}.py", posixpath.join(base, "__init__.py")):
@@ -109,7 +109,7 @@ class PythonReader(Calls):
             case ast.ImportFrom():
                 self._imports(node, scope, module)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                scope[node.name] = Function(node, module, scope)
+                scope[node.name] = PythonFunction(node, module, scope)
             case ast.ClassDef():
                 self._class(node, scope, module)
             case _:
@@ -196,7 +196,7 @@ class PythonReader(Calls):
         self.run(node.body, inner, module)
         made = Class(node.name, module, bases, body)
         for value in body.values():
-            if isinstance(value, Function):
+            if isinstance(value, PythonFunction):
                 value.cls = made
         scope[node.name] = made
 

@@ -17,14 +17,14 @@ from autopar.targets.python_values import (
     UNSET,
     Choice,
     Class,
-    Function,
     Later,
     Module,
+    PythonFunction,
     Record,
     Unset,
     text_of,
 )
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 
 MOST_TOTAL = 300_000
 """The most steps that are spent on all functions of a file."""
@@ -91,7 +91,7 @@ class Settings:
                 self.values[path] = text_of(value)
         elif isinstance(value, dict):
             self.add(path, Record("dict", {str(k): v for k, v in value.items()}), seen)
-        elif not isinstance(value, Function | Class | Module | Later | Unset):
+        elif not isinstance(value, PythonFunction | Class | Module | Later | Unset):
             self.values[path] = text_of(value)
             for number, item in enumerate(value if isinstance(value, list | tuple) else ()):
                 if isinstance(item, Record):
@@ -101,7 +101,7 @@ class Settings:
 Fits = Callable[[Settings], bool]
 
 
-def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
+def settings_of(source: SourceFile, fits: Fits, parts: bool = False) -> Settings:
     """The settings of a function of a Python file, by default of the first that `fits` accepts. One of
     a toy or for fine-tuning counts only if there is no other. With `parts`, they are those of each
     object that is made there, by its class. Raises AutoparError if the text is no Python, or has no
@@ -112,10 +112,10 @@ def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
     reader.modules[source.name] = module
     with suppress(Returned):
         reader.load(module)
-    own = [name for name, value in module.names.items() if isinstance(value, Function)]
+    own = [name for name, value in module.names.items() if isinstance(value, PythonFunction)]
     names = own or [n for n, v in module.names.items() if isinstance(v, Later)]
     if source.function:
-        if not isinstance(reader.plain(module.names.get(source.function)), Function):
+        if not isinstance(reader.plain(module.names.get(source.function)), PythonFunction):
             raise AutoparError(
                 f"{source.name} has no function {source.function}; it has {', '.join(own) or 'none'}"
             )
@@ -124,7 +124,7 @@ def settings_of(source: Source, fits: Fits, parts: bool = False) -> Settings:
     spent = 0
     for name in names:
         function = reader.plain(module.names[name])
-        if not isinstance(function, Function) or spent > MOST_TOTAL:
+        if not isinstance(function, PythonFunction) or spent > MOST_TOTAL:
             continue
         reader.steps, reader.unsure, before = 0, 0, len(reader.records)
         try:

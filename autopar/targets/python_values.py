@@ -100,7 +100,7 @@ class Later:
 
 
 @dataclass(eq=False, slots=True)
-class Function:
+class PythonFunction:
     """A function of a file. `bound` are arguments that it has got, `self_` the object of a method."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -141,7 +141,7 @@ MOST_LEAVES = 20_000
 """The most constants of a list or mapping that counts as known."""
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     """The values in nested lists and mappings, the first `MOST_LEAVES` and one more."""
     waiting, steps = [value], 0
     while waiting and steps <= MOST_LEAVES:
@@ -158,7 +158,7 @@ def leaves(value: Any) -> Iterator[Any]:
 def is_certain(value: Any) -> bool:
     """Whether a value is known as a constant, or as a list or mapping of such."""
     if isinstance(value, list | tuple | set | dict):
-        sizes = list(leaves(value))
+        sizes = list(_leaves(value))
         return len(sizes) < MOST_LEAVES and all(map(is_certain, sizes))
     return value is None or isinstance(value, bool | int | float | str)
 
@@ -171,6 +171,6 @@ def text_of(value: Any) -> str:
         return str(value)
     if isinstance(value, list | tuple | set | dict) and not is_certain(value):
         return unknown("a list")
-    if isinstance(value, Function | Class | Module | Later):
+    if isinstance(value, PythonFunction | Class | Module | Later):
         return getattr(value, "name", "") or "a function"
     return str(value)

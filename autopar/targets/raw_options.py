@@ -14,7 +14,7 @@ from autopar.targets.expansion import is_known, shown_value, unknown
 from autopar.targets.extended import extended_mapping
 from autopar.targets.job import Job
 from autopar.targets.shell import read_script
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 
 _OFF = ("", "[]", "{}", "0.0", "()", "''", '""')
 _FILES = (
@@ -31,7 +31,7 @@ _SERVER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class JobOptions:
     """The options of a job as its file has them.
 
     Attributes:
@@ -65,12 +65,12 @@ class Options:
         return any(path == end or path.endswith(f".{end}") for path in self.off)
 
 
-def shown(path: str, value: str) -> str:
+def shown_option(path: str, value: str) -> str:
     """An option for a message."""
     return path if value == "true" else f"{path}={shown_value(value)[:60]}"
 
 
-def options_of_job(source: Source, job: Job) -> Options:
+def options_of_job(source: SourceFile, job: Job) -> JobOptions:
     """The options in the file of a job. Where a file has several commands or functions, those of the
     one with most of the options that were read for the job.
     """
@@ -80,10 +80,10 @@ def options_of_job(source: Source, job: Job) -> Options:
             return _options(_texts(_of_data(source, suffix)), source, program=source.name)
         return _of_python(source, job) if suffix == "py" else _of_script(source, job)
     except AutoparError:
-        return Options()
+        return JobOptions()
 
 
-def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> Options:
+def _options(texts: Mapping[str, str], source: SourceFile, **fields: Any) -> JobOptions:
     """Options from texts by path, with those of the files that they name."""
     plain = {re.sub(r"^[+~]*", "", path).replace("-", "_"): text for path, text in texts.items()}
     own = dict(plain)
@@ -94,10 +94,10 @@ def _options(texts: Mapping[str, str], source: Source, **fields: Any) -> Options
         if not is_false(value) and value not in _OFF:
             values[path] = "true" if value.lower() in ("true", "yes", "on") else value
     off = tuple(path for path in plain if path not in values)
-    return Options(values, off, texts=own, **fields)
+    return JobOptions(values, off, texts=own, **fields)
 
 
-def _of_data(source: Source, suffix: str) -> Mapping[str, object]:
+def _of_data(source: SourceFile, suffix: str) -> Mapping[str, object]:
     if suffix == "toml":
         import tomllib
 
@@ -112,11 +112,11 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
     return {path: str(value) for path, value in values.items()}
 
 
-def _of_python(source: Source, job: Job) -> Options:
+def _of_python(source: SourceFile, job: Job) -> JobOptions:
     try:
         tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Options()
+        return JobOptions()
     called, values = list[str](), dict[str, str]()
     for node in _parts(tree, source.function, job):
         for inner in ast.walk(node):
@@ -161,7 +161,7 @@ def _text(node: ast.expr) -> str:
         return unknown(ast.unparse(node)[:60])
 
 
-def _of_script(source: Source, job: Job) -> Options:
+def _of_script(source: SourceFile, job: Job) -> JobOptions:
     script = read_script(source.text, source.read_file, source.args)
     names, best, program = set(job.flags), dict[str, str](), ""
     servers: list[str] = []
@@ -202,7 +202,7 @@ def command_options(words: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _of_files(values: Mapping[str, str], source: Source) -> dict[str, str]:
+def _of_files(values: Mapping[str, str], source: SourceFile) -> dict[str, str]:
     """The options in the files that options name, each under the name of its option."""
     found: dict[str, str] = {}
     for path, name in values.items():

@@ -6,29 +6,31 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from autopar.errors import AutoparError
-from autopar.targets.assignments import ASSIGNMENT
+from autopar.targets.assignments import ASSIGNMENT, Assignments
 from autopar.targets.conditions import either
 from autopar.targets.expansion import (
     LOST,
     Place,
     Script,
-    Value,
+    ShellValue,
     is_known,
     shown_value,
     unknown,
 )
-from autopar.targets.script_files import ReadFile, ScriptFiles
 from autopar.targets.shell_commands import Block, Node, ShellCommand, parse
-from autopar.targets.shell_words import CLOSE, Word, WordPart
+from autopar.targets.shell_words import CLOSE, MOST_CHARACTERS, Word, WordPart
 
-MOST_STEPS = 20_000
+ReadFile = Callable[[str], str | None]
+"""Returns the text of a file that a script reads with `source`, or None."""
+
+_MOST_STEPS = 20_000
 """The most commands that are read, those of functions counted each time."""
 
 _ENVIRONMENT = re.compile(
@@ -57,7 +59,7 @@ def read_script(
     return script
 
 
-def _batch_variables(text: str) -> dict[str, Value]:
+def _batch_variables(text: str) -> dict[str, ShellValue]:
     """The variables that Slurm sets, as far as `#SBATCH` lines fix them."""
     options: dict[str, str] = {}
     letters = {"-N": "--nodes", "-n": "--ntasks"}
@@ -69,7 +71,7 @@ def _batch_variables(text: str) -> dict[str, Value]:
     gpus = re.search(r"gpu:(?:[\w.-]+:)?(\d+)", options.get("--gres", ""))
     each = numbers.get("--gpus-per-node") or (int(gpus[1]) if gpus else 0)
     each = each or int((re.search(r"(\d+)$", options.get("--gpus-per-node", "")) or [0, 0])[1])
-    found_values: dict[str, Value] = {}
+    found_values: dict[str, ShellValue] = {}
     if nodes := numbers.get("--nodes"):
         found_values |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(nodes))
     tasks = numbers.get("--ntasks") or (nodes or 0) * numbers.get("--ntasks-per-node", 0)
@@ -80,6 +82,49 @@ def _batch_variables(text: str) -> dict[str, Value]:
     if each:
         found_values |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), str(each))
     return found_values
+
+
+class ScriptFiles(Assignments):
+    """Takes over what commands write to files."""
+
+    def __init__(self, script: Script, read_file: ReadFile) -> None:
+        super().__init__(script)
+        self.read_file = read_file
+        self.piped: str | None = None  # what `sed` hands to the next command
+
+    def edits(self, words: tuple[str, ...], node: ShellCommand) -> None:
+        """Takes over what `sed "s/A/B/" FILE > OTHER` writes, also behind a pipe. Only plain texts are
+        replaced; with another edit the file is not known.
+        """
+        rest = [word for word in words[1:] if word != "-e"]
+        text = self.piped
+        if len(rest) == 2 and is_known(rest[1]):
+            text = self.script.reader(self.read_file)(rest[1])
+        found = re.fullmatch(r"s(\W)([\w .:{}<>@%-]+)\1([^\n]*?)\1g?", rest[0]) if rest else None
+        self.piped = None
+        if text is None or found is None or len(rest) > 2 or self.unsure:
+            return
+        new = found[3].replace(f"\\{found[1]}", found[1])
+        if len(text) + text.count(found[2]) * len(new) > MOST_CHARACTERS:
+            return
+        text = text.replace(found[2], new)
+        if node.end == "|":
+            self.piped = text
+        elif (file := self.text(node.written)) and is_known(file):
+            self.script.files[file] = text
+
+    def takes_document(self, words: tuple[str, ...], node: ShellCommand) -> bool:
+        """Takes over the here-document of `cat > FILE`, `tee FILE` or `read NAME`; False for another
+        command.
+        """
+        text = self.text(node.document or ())
+        tee = words[0] == "tee" and len(words) == 2
+        if words == ("cat",) or tee:
+            file = words[1] if tee else self.text(node.written)
+            if file and is_known(file):
+                self.script.files[file] = text
+            return bool(file)
+        return words[0] == "read" and self.reads(words, text)
 
 
 class _Stop(Exception):
@@ -145,8 +190,8 @@ class _Reader(ScriptFiles):
         joined = ";"
         for node in nodes:
             self.script.steps += 1
-            if self.script.steps > MOST_STEPS:
-                raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
+            if self.script.steps > _MOST_STEPS:
+                raise AutoparError(f"the script has more than {_MOST_STEPS:,} commands")
             # `test && command`: the command runs only if the test says so
             before = joined
             runs = True if before not in ("&&", "||") else status

@@ -9,7 +9,7 @@ from functools import lru_cache
 from autopar.errors import AutoparError
 from autopar.targets.shell_words import LET, Token, Word, WordPart, tokens_of
 
-MOST_DEPTH = 60
+_MOST_DEPTH = 60
 """The deepest nesting of blocks."""
 
 
@@ -85,8 +85,8 @@ class _Parser:
     def nodes(self, ends: frozenset[str]) -> tuple[Node, ...]:
         """The commands up to one of the keywords or operators `ends`, which is not read."""
         self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise AutoparError(f"the script nests its blocks deeper than {MOST_DEPTH}")
+        if self.depth > _MOST_DEPTH:
+            raise AutoparError(f"the script nests its blocks deeper than {_MOST_DEPTH}")
         found: list[Node] = []
         while (token := self._peek()) is not None:
             word = self._keyword()

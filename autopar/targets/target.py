@@ -21,7 +21,7 @@ class NotExpressible(AutoparError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """The text of a file, its name, and how files beside it are read. `function` is the one that a
     Python file is read for; '' for the first that has a configuration. `args` are the arguments of
     a script; None if they are not known. `read_module` reads a file by its exact path from the
@@ -84,8 +84,8 @@ class Target:
 
     name: str
     title: str
-    reads: Callable[[Source], bool]
-    read: Callable[[Source], Job]
+    reads: Callable[[SourceFile], bool]
+    read: Callable[[SourceFile], Job]
     refusals: Callable[[Job, int], list[Finding]]
     restriction: Callable[[ModelShape, int], Restriction]
     write: Callable[[Job], Exported]

@@ -9,7 +9,7 @@ from autopar.targets.arguments import Arguments
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.torchtitan_models import FLAVORS
 
-P, T = "parallelism.", "training."
+PARALLELISM, TRAINING = "parallelism.", "training."
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 FLAVOR = re.compile(r"([a-z0-9]+?)_(\d+b)(_.*)?")
 """The name of a configuration of the registry, with that of its model and flavor."""
@@ -19,7 +19,7 @@ WRITTEN = {
     "interleaved_1f1b": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
 }
-SCHEDULES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
+SCHEDULE_NAMES = {name.lower(): schedule for schedule, name in WRITTEN.items()}
 _NEUTRAL = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|debug|"
     r"dataloader|override)\..*|experimental\.custom_\w+|fault_tolerance\.(?!enable)\w+|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
@@ -31,7 +31,7 @@ _NEUTRAL = re.compile(
 
 
 _ANYWAY = tuple(
-    f"{P}{name}"
+    f"{PARALLELISM}{name}"
     for name in (
         "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers", "enable_sequence_parallel",
         "pipeline_parallel_schedule", "num_pp_microbatches",
@@ -40,25 +40,30 @@ _ANYWAY = tuple(
 """Options that need no price where they do not count."""
 
 
-def job_of(args: Arguments) -> Job:
+def torchtitan_job(args: Arguments) -> Job:
     """The job that options say."""
     shape = _shape(args)
     layout, seq = _layout(args, shape)
     converters = (args.text("model.converters") or "").lower()
     fp8 = _fp8(args)
     facts = Facts(
-        precision="fp32" if args.text(f"{T}mixed_precision_param") == "float32" else "bf16",
+        precision="fp32" if args.text(f"{TRAINING}mixed_precision_param") == "float32" else "bf16",
         fp8=fp8 if "float8" in converters else "",
         compile=bool(args.flag("compile.enable")),
         tp_overlap=bool(
-            args.flag(f"{P}enable_async_tensor_parallel", "compile.enable_async_tensor_parallel")
+            args.flag(
+                f"{PARALLELISM}enable_async_tensor_parallel", "compile.enable_async_tensor_parallel"
+            )
         ),
         dropout=0.0,
     )
-    args.flag(f"{T}disable_cuda_graphs")
+    args.flag(f"{TRAINING}disable_cuda_graphs")
     for name in _ANYWAY:
         args.text(name)
-    for name, text in ((f"{T}num_tokens_per_train_step", "-1"), (f"{T}dtype", "float32")):
+    for name, text in (
+        (f"{TRAINING}num_tokens_per_train_step", "-1"),
+        (f"{TRAINING}dtype", "float32"),
+    ):
         args.read |= {name} if args.values.get(name) == text else set()
     per_node, nodes = args.whole("nproc_per_node"), args.whole("nnodes")
     gpus = per_node * nodes if per_node and nodes else None
@@ -91,13 +96,13 @@ def _shape(args: Arguments) -> ModelShape:
 
 
 def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
-    pp = args.whole(f"{P}pipeline_parallel_degree") or 1
+    pp = args.whole(f"{PARALLELISM}pipeline_parallel_degree") or 1
     tp, cp = (
-        args.whole(f"{P}tensor_parallel_degree") or 1,
-        args.whole(f"{P}context_parallel_degree") or 1,
+        args.whole(f"{PARALLELISM}tensor_parallel_degree") or 1,
+        args.whole(f"{PARALLELISM}context_parallel_degree") or 1,
     )
-    replicas = args.whole(f"{P}data_parallel_replicate_degree") or 1
-    text = args.text(f"{P}data_parallel_shard_degree") or "-1"
+    replicas = args.whole(f"{PARALLELISM}data_parallel_replicate_degree") or 1
+    text = args.text(f"{PARALLELISM}data_parallel_shard_degree") or "-1"
     shard = int(text) if re.fullmatch(r"\d{1,8}", text) and int(text) else None
     args.text(MODE)
     ac = args.values.get(MODE, "selective").lower()
@@ -113,26 +118,28 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
     if ac == "memory_budget":
         args.find("note", "activation_checkpoint.mode memory_budget: priced as selective by op")
         recompute = "op"
-    schedule = SCHEDULES.get(
-        re.sub(r"[ _-]", "", (args.text(f"{P}pipeline_parallel_schedule") or "1F1B").lower())
+    schedule = SCHEDULE_NAMES.get(
+        re.sub(
+            r"[ _-]", "", (args.text(f"{PARALLELISM}pipeline_parallel_schedule") or "1F1B").lower()
+        )
     )
     if schedule is None:
         args.find("note", "this pipeline schedule is not priced: priced as interleaved 1F1B")
         schedule = "interleaved_1f1b"
-    reshard = args.text(f"{P}fsdp_reshard_after_forward") or "default"
+    reshard = args.text(f"{PARALLELISM}fsdp_reshard_after_forward") or "default"
     sharded = shard != 1 or cp > 1
     zero = (2 if reshard == "never" or (reshard == "default" and pp > 1) else 3) if sharded else 0
     vpp, stages = _stages(args, shape, pp, schedule) if pp > 1 else (1, ())
     micro_batch, batch, accumulation, seq = _batches(args, pp)
-    sequence_parallel = tp > 1 and args.flag(f"{P}enable_sequence_parallel") is not False
-    ep = args.whole(f"{P}expert_parallel_degree") or 1
+    sequence_parallel = tp > 1 and args.flag(f"{PARALLELISM}enable_sequence_parallel") is not False
+    ep = args.whole(f"{PARALLELISM}expert_parallel_degree") or 1
     return Layout(
         tp=tp,
         pp=pp,
         cp=cp,
         dp=replicas * shard if shard else None,
         ep=ep,
-        etp=args.whole(f"{P}expert_tensor_parallel_degree") or (1 if ep > 1 else None),
+        etp=args.whole(f"{PARALLELISM}expert_tensor_parallel_degree") or (1 if ep > 1 else None),
         vpp=vpp,
         stages=stages,
         micro_batch=micro_batch,
@@ -143,7 +150,7 @@ def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
         recompute=recompute,
         schedule=schedule if pp > 1 else "none",
         sequence_parallel=sequence_parallel,
-        offload="parameters" if args.flag(f"{T}enable_cpu_offload") else "none",
+        offload="parameters" if args.flag(f"{TRAINING}enable_cpu_offload") else "none",
     ), seq
 
 
@@ -151,22 +158,22 @@ def _batches(args: Arguments, pp: int) -> tuple[int, int | None, int, int]:
     """(micro-batch, global batch or None, micro-batches of a rank without one, tokens of a
     sequence), from the names of 0.2 and 0.3 or from those that count tokens.
     """
-    seq = args.whole(f"{T}seq_len", f"{T}max_context_length") or 2048
-    tokens = args.whole(f"{T}num_tokens_per_microbatch_per_dp_rank")
+    seq = args.whole(f"{TRAINING}seq_len", f"{TRAINING}max_context_length") or 2048
+    tokens = args.whole(f"{TRAINING}num_tokens_per_microbatch_per_dp_rank")
     if tokens is not None:
         step = (
-            args.whole(f"{T}num_tokens_per_train_step")
-            if args.values.get(f"{T}num_tokens_per_train_step") != "-1"
+            args.whole(f"{TRAINING}num_tokens_per_train_step")
+            if args.values.get(f"{TRAINING}num_tokens_per_train_step") != "-1"
             else None
         )
-        number = args.whole(f"{P}num_pp_microbatches") or 1
+        number = args.whole(f"{PARALLELISM}num_pp_microbatches") or 1
         return max(1, tokens // seq), step // seq if step else None, number if pp > 1 else 1, seq
-    local = args.whole(f"{T}local_batch_size", f"{T}batch_size") or 8
-    text = args.values.get(f"{T}global_batch_size", "-1")
-    batch = args.whole(f"{T}global_batch_size") if text != "-1" else None
-    args.read.add(f"{T}global_batch_size")
-    number = args.whole(f"{P}pipeline_parallel_microbatches") or 0
-    inside = args.whole(f"{P}pipeline_parallel_microbatch_size") or 1
+    local = args.whole(f"{TRAINING}local_batch_size", f"{TRAINING}batch_size") or 8
+    text = args.values.get(f"{TRAINING}global_batch_size", "-1")
+    batch = args.whole(f"{TRAINING}global_batch_size") if text != "-1" else None
+    args.read.add(f"{TRAINING}global_batch_size")
+    number = args.whole(f"{PARALLELISM}pipeline_parallel_microbatches") or 0
+    inside = args.whole(f"{PARALLELISM}pipeline_parallel_microbatch_size") or 1
     inside = max(1, local // number) if number else inside
     if pp == 1:
         return local, batch, 1, seq
@@ -187,7 +194,7 @@ def split_layers(layers: int, stages: int, first: int, last: int) -> tuple[int, 
 def _stages(
     args: Arguments, shape: ModelShape, pp: int, schedule: str
 ) -> tuple[int, tuple[int, ...]]:
-    parts = args.text(f"{P}module_fqns_per_model_part")
+    parts = args.text(f"{PARALLELISM}module_fqns_per_model_part")
     if parts:
         try:
             data = ast.literal_eval(parts)
@@ -197,10 +204,10 @@ def _stages(
             sizes = tuple(sum(str(name).startswith("layers.") for name in part) for part in data)
             return max(1, len(sizes) // pp), sizes
         args.find("unknown", "module_fqns_per_model_part is no list of lists of names")
-    first = args.whole(f"{P}pipeline_parallel_first_stage_less_layers", least=0)
-    last = args.whole(f"{P}pipeline_parallel_last_stage_less_layers", least=0)
+    first = args.whole(f"{PARALLELISM}pipeline_parallel_first_stage_less_layers", least=0)
+    last = args.whole(f"{PARALLELISM}pipeline_parallel_last_stage_less_layers", least=0)
     ends = (1 if first is None else first, 1 if last is None else last)
-    each = args.whole(f"{P}pipeline_parallel_layers_per_stage")
+    each = args.whole(f"{PARALLELISM}pipeline_parallel_layers_per_stage")
     single = schedule in ("1f1b", "gpipe")
     count = (
         -(-(shape.layers + sum(ends)) // each)
@@ -212,6 +219,6 @@ def _stages(
     return max(1, count // pp), () if even else sizes
 
 
-def stages_for(job: Job) -> tuple[int, tuple[int, ...]]:
+def torchtitan_stages(job: Job) -> tuple[int, tuple[int, ...]]:
     """As `_stages`, for a job whose layers are known now."""
     return _stages(Arguments(job.flags), job.shape, job.layout.pp, job.layout.schedule)

@@ -15,31 +15,38 @@ from autopar.targets.arguments import Arguments, flat_texts, options_of
 from autopar.targets.expansion import is_known, shown_value
 from autopar.targets.job import Finding, Job
 from autopar.targets.python_settings import Settings, settings_of
-from autopar.targets.target import Source
-from autopar.targets.torchtitan_options import FLAVOR, MODE, OPTION, P, T, job_of
+from autopar.targets.target import SourceFile
+from autopar.targets.torchtitan_options import (
+    FLAVOR,
+    MODE,
+    OPTION,
+    PARALLELISM,
+    TRAINING,
+    torchtitan_job,
+)
 from autopar.targets.unknown import unstated, with_others
 
 EARLIER = {
-    "training.data_parallel_replicate_degree": f"{P}data_parallel_replicate_degree",
-    "training.data_parallel_shard_degree": f"{P}data_parallel_shard_degree",
-    "training.data_parallel_degree": f"{P}data_parallel_shard_degree",
-    "training.tensor_parallel_degree": f"{P}tensor_parallel_degree",
+    "training.data_parallel_replicate_degree": f"{PARALLELISM}data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree": f"{PARALLELISM}data_parallel_shard_degree",
+    "training.data_parallel_degree": f"{PARALLELISM}data_parallel_shard_degree",
+    "training.tensor_parallel_degree": f"{PARALLELISM}tensor_parallel_degree",
     "training.compile": "compile.enable",
-    "experimental.pipeline_parallel_degree": f"{P}pipeline_parallel_degree",
-    "experimental.pipeline_parallel_schedule": f"{P}pipeline_parallel_schedule",
-    "experimental.pipeline_parallel_microbatches": f"{P}pipeline_parallel_microbatches",
-    "experimental.context_parallel_degree": f"{P}context_parallel_degree",
-    "experimental.enable_async_tensor_parallel": f"{P}enable_async_tensor_parallel",
+    "experimental.pipeline_parallel_degree": f"{PARALLELISM}pipeline_parallel_degree",
+    "experimental.pipeline_parallel_schedule": f"{PARALLELISM}pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_microbatches": f"{PARALLELISM}pipeline_parallel_microbatches",
+    "experimental.context_parallel_degree": f"{PARALLELISM}context_parallel_degree",
+    "experimental.enable_async_tensor_parallel": f"{PARALLELISM}enable_async_tensor_parallel",
 }
 """Today's names of options of 2024."""
 
 
-_SIZES = tuple(f"{T}{name}" for name in ("local_batch_size", "batch_size", "seq_len"))
+_SIZES = tuple(f"{TRAINING}{name}" for name in ("local_batch_size", "batch_size", "seq_len"))
 _STARTS = re.compile(r"^--(parallelism|training|job)\.|torchtitan|(^|/)(train\.py|run_train\.sh)$")
 """Words of a command that starts a training."""
 
 
-def looks_like_torchtitan(source: Source) -> bool:
+def looks_like_torchtitan(source: SourceFile) -> bool:
     """Whether the text sets degrees of torchtitan."""
     text = source.text
     return (
@@ -56,33 +63,35 @@ def looks_like_torchtitan(source: Source) -> bool:
     )
 
 
-def read_torchtitan(source: Source) -> Job:
+def read_torchtitan(source: SourceFile) -> Job:
     """The job of a TOML file, of flags in a script, or of a function in Python, which is parsed and
     never run. Raises AutoparError if there is none.
     """
     name = source.name.lower()
     if name.endswith(".toml"):
-        found = Options({OPTION: "2"} | _of_toml(source))  # the default of 0.2
+        found = TorchtitanOptions({OPTION: "2"} | _of_toml(source))  # the default of 0.2
     elif name.endswith(".py"):
         found = _of_python(source)
     else:
         found = _of_script(source)
-    if not found.missing and not any(key.startswith((P, T)) for key in found.values):
+    if not found.missing and not any(
+        key.startswith((PARALLELISM, TRAINING)) for key in found.values
+    ):
         raise AutoparError(
             f"no job: {source.name} sets nothing of parallelism or training of torchtitan"
         )
     return job_of_options(found)
 
 
-def job_of_options(found: Options) -> Job:
+def job_of_options(found: TorchtitanOptions) -> Job:
     """The job of options, with all that it may be besides."""
     args = Arguments(found.values)
     args.findings += found.findings
-    job = job_of(args)
+    job = torchtitan_job(args)
     names = [*unstated(found.missing, found.values), *sorted(args.open)]
 
     def read(options: Mapping[str, str]) -> Job:
-        return job_of(Arguments(options))
+        return torchtitan_job(Arguments(options))
 
     job = with_others(job, read, found.values, names, found.choices)
     if job.unknown:
@@ -97,7 +106,7 @@ def job_of_options(found: Options) -> Job:
 
 
 @dataclass(slots=True)
-class Options:
+class TorchtitanOptions:
     """Options by name, those that something sets which was not read, the values of those that have
     several, and findings.
     """
@@ -110,7 +119,7 @@ class Options:
 
 OF_SECTION = {
     "parallelism": [
-        f"{P}{name}"
+        f"{PARALLELISM}{name}"
         for name in (
             "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
             "data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward",
@@ -118,7 +127,7 @@ OF_SECTION = {
         )
     ],
     "training": [
-        f"{T}{name}"
+        f"{TRAINING}{name}"
         for name in (
             "local_batch_size", "global_batch_size", "seq_len", "enable_cpu_offload", "mixed_precision_param",
         )
@@ -126,7 +135,7 @@ OF_SECTION = {
     "compile": ["compile.enable"],
 }  # fmt: skip
 """The options of weight of a part of the configuration."""
-EVERY = [
+EVERY_OPTION = [
     *OF_SECTION["parallelism"],
     *OF_SECTION["training"],
     *OF_SECTION["compile"],
@@ -136,7 +145,7 @@ EVERY = [
 """All options of weight."""
 
 
-def _of_toml(source: Source) -> dict[str, str]:
+def _of_toml(source: SourceFile) -> dict[str, str]:
     try:
         data: Mapping[str, Any] = tomllib.loads(source.text)
     except tomllib.TOMLDecodeError as error:
@@ -147,7 +156,7 @@ def _of_toml(source: Source) -> dict[str, str]:
     return {EARLIER.get(name, name): value for name, value in found.items()}
 
 
-def _of_script(source: Source) -> Options:
+def _of_script(source: SourceFile) -> TorchtitanOptions:
     script = source.script()
     found, findings, missing = dict[str, str](), list[Finding](), list[str]()
     for _, words in script.programs():
@@ -163,35 +172,35 @@ def _of_script(source: Source) -> Options:
     path = found.pop("job.config_file", "") or script.exported("CONFIG_FILE")
     if isinstance(path, str) and path.endswith(".toml"):
         if text := script.reader(source.read_file)(path):
-            found = _of_toml(Source(text, path)) | found
+            found = _of_toml(SourceFile(text, path)) | found
         else:
-            if not any(key.startswith(P) or key in _SIZES for key in found):
+            if not any(key.startswith(PARALLELISM) or key in _SIZES for key in found):
                 raise AutoparError(
                     f"no job: the values of {source.name} stand in {path}, which is not beside it: "
                     f"put it there, or autopar check {path}"
                 )
             what = f"values stand in {path}, which is not beside the file"
             findings.append(Finding("unknown", what, legal=(f"put {path} beside it",)))
-            missing += EVERY
+            missing += EVERY_OPTION
     if "module" not in found:  # before 0.3
         found.setdefault(OPTION, "2")
     for variable in ("NGPU", "CONFIG", "MODULE"):
         if (value := script.exported(variable)) is not None:
             found.setdefault({"NGPU": "nproc_per_node"}.get(variable, variable.lower()), value)
-    options = Options(found, missing, {}, findings)
+    options = TorchtitanOptions(found, missing, {}, findings)
     if "config" in found:
         _add_registry(options, source)
     return options
 
 
-def _add_registry(options: Options, source: Source) -> None:
+def _add_registry(options: TorchtitanOptions, source: SourceFile) -> None:
     """Adds what the function of the registry sets that `--config` names, if its file is there."""
     name, module = options.values["config"], options.values.get("module", "")
     files = (f"torchtitan/models/{module}/config_registry.py", "config_registry.py")
     text = next(filter(None, map(source.read_file, files)), None) if is_known(name) else None
     if text is not None:
         try:
-            base = _of_python(Source(text, "config_registry.py", function=name))
+            base = _of_python(SourceFile(text, "config_registry.py", function=name))
         except AutoparError:
             text = None
         else:
@@ -199,35 +208,37 @@ def _add_registry(options: Options, source: Source) -> None:
             options.missing += base.missing
             options.choices |= base.choices
     if text is None:
-        options.missing += [n for n in EVERY if n not in _NEVER or not FLAVOR.fullmatch(name)]
+        options.missing += [
+            n for n in EVERY_OPTION if n not in _NEVER or not FLAVOR.fullmatch(name)
+        ]
         what = f"the configuration {shown_value(name)} sets what the command leaves out, and is not beside the file"
         legal = ("put config_registry.py beside it", "give the options in the command too")
         options.findings.append(Finding("unknown", what, legal=legal))
 
 
 _NEVER = (
-    f"{T}mixed_precision_param", f"{T}enable_cpu_offload", f"{P}enable_sequence_parallel", "model.converters",
-    f"{P}pipeline_parallel_schedule",
+    f"{TRAINING}mixed_precision_param", f"{TRAINING}enable_cpu_offload", f"{PARALLELISM}enable_sequence_parallel", "model.converters",
+    f"{PARALLELISM}pipeline_parallel_schedule",
 )  # fmt: skip
 """What no configuration of torchtitan's own registry sets, unless its name says so."""
 
 
 _SECTIONS = {
-    "parallelism": P,
-    "training": T,
+    "parallelism": PARALLELISM,
+    "training": TRAINING,
     "compile": "compile.",
 }
 """Where the settings of a part of the configuration belong."""
 _POLICY_CLASSES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
-def _of_python(source: Source) -> Options:
+def _of_python(source: SourceFile) -> TorchtitanOptions:
     def fits(settings: Settings) -> bool:
         kinds = settings.kinds
         return bool({"parallelism", "training"} & set(kinds)) and "actor_rollout" not in kinds
 
     settings = settings_of(source, fits)
-    found = Options(findings=list(settings.findings))
+    found = TorchtitanOptions(findings=list(settings.findings))
     for path, value in settings.values.items():
         section, _, name = path.rpartition(".")
         if section in _SECTIONS:

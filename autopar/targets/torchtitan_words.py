@@ -6,11 +6,11 @@ import json
 
 from autopar.targets.job import Job
 from autopar.targets.target import Aspect, NotExpressible
-from autopar.targets.torchtitan_options import MODE, OPTION, P, T
+from autopar.targets.torchtitan_options import MODE, OPTION, PARALLELISM, TRAINING
 from autopar.targets.torchtitan_read import EARLIER
-from autopar.targets.torchtitan_write import flags_of
+from autopar.targets.torchtitan_write import torchtitan_flags
 
-ASPECTS = (
+TORCHTITAN_ASPECTS = (
     Aspect(("tp",), r"(parallelism|training)\.tensor_parallel_degree"),
     Aspect(("pp", "vpp", "stages", "schedule", "micro_batch"),
            r"(parallelism|experimental)\.(pipeline_parallel_(?!.*csv)\w+|num_pp_microbatches|module_fqns_per_model_part)|training\.disable_cuda_graphs"),
@@ -31,19 +31,19 @@ POLICY_CLASSES = {"none": "None", "full": "FullAC.Config()", "selective": "Selec
 """What is computed again, in a registry in Python."""
 
 
-def words_of(job: Job) -> dict[str, str]:
+def torchtitan_words(job: Job) -> dict[str, str]:
     """The options of a job by name, in the words of its file. Raises NotExpressible if the release of
     the file cannot run it.
     """
-    found, file = flags_of(job), job.flags
+    found, file = torchtitan_flags(job), job.flags
     if job.layout.global_batch is None:  # the default follows from the other sizes
-        found.pop(f"{T}global_batch_size")
+        found.pop(f"{TRAINING}global_batch_size")
     own = job.file.options if job.file is not None else {}
     if any(name.endswith(_TOKENS) for name in own):
         found = _of_tokens(job, found)
     if not file or "module" in file:
         return found
-    parts = f"{P}module_fqns_per_model_part"
+    parts = f"{PARALLELISM}module_fqns_per_model_part"
     if parts in found:
         found[parts] = json.dumps([part.split(",") for part in found[parts].split()])
     if job.file is not None and job.file.name.endswith(".py"):
@@ -59,13 +59,16 @@ def _of_tokens(job: Job, found: dict[str, str]) -> dict[str, str]:
     if not job.seq:
         raise NotExpressible("micro-batches are counted in tokens: give --seq")
     by, gpus = job.layout, job.gpus or 1
-    earlier = (f"{T}local_batch_size", f"{T}global_batch_size", f"{T}seq_len", f"{P}pipeline_parallel_microbatch_size")  # fmt: skip
+    earlier = (
+        *(f"{TRAINING}{name}" for name in ("local_batch_size", "global_batch_size", "seq_len")),
+        f"{PARALLELISM}pipeline_parallel_microbatch_size",
+    )
     found = {name: text for name, text in found.items() if name not in earlier}
-    found[f"{T}{_TOKENS}"] = str(by.micro_batch * job.seq)
+    found[f"{TRAINING}{_TOKENS}"] = str(by.micro_batch * job.seq)
     if by.pp > 1:
-        found[f"{P}num_pp_microbatches"] = str(by.micro_batches_on(gpus))
+        found[f"{PARALLELISM}num_pp_microbatches"] = str(by.micro_batches_on(gpus))
     if by.global_batch is not None:
-        found[f"{T}num_tokens_per_train_step"] = str(by.global_batch * job.seq)
+        found[f"{TRAINING}num_tokens_per_train_step"] = str(by.global_batch * job.seq)
     return found
 
 
@@ -74,16 +77,16 @@ def _of_earlier(job: Job, found: dict[str, str]) -> dict[str, str]:
     policy = found.pop("activation-checkpoint")
     found[MODE] = policy
     found |= {OPTION: "op"} if policy == "selective" else {}
-    found.pop(f"{T}disable_cuda_graphs", None)
-    if found.pop(f"{P}enable_sequence_parallel", "True") == "False":
+    found.pop(f"{TRAINING}disable_cuda_graphs", None)
+    if found.pop(f"{PARALLELISM}enable_sequence_parallel", "True") == "False":
         raise NotExpressible("torchtitan before 0.3 cannot say whole activations beside tp")
     own = job.file.options if job.file is not None else {}
     if job.layout.pp > 1 and any(name.startswith("experimental.") for name in own):
         raise NotExpressible("torchtitan of 2024 cuts a pipeline by names of layers alone")
-    if f"{T}batch_size" in own:
-        found[f"{T}batch_size"] = found.pop(f"{T}local_batch_size")
-        local = int(found[f"{T}batch_size"])
-        batch = int(found.pop(f"{T}global_batch_size", "0"))
+    if f"{TRAINING}batch_size" in own:
+        found[f"{TRAINING}batch_size"] = found.pop(f"{TRAINING}local_batch_size")
+        local = int(found[f"{TRAINING}batch_size"])
+        batch = int(found.pop(f"{TRAINING}global_batch_size", "0"))
         if batch and batch != local * job.layout.dp_on(job.gpus or 1):
             raise NotExpressible(f"this release of torchtitan cannot say a global batch of {batch}")
     renamed = {now: name for name, now in EARLIER.items() if name in own}

@@ -6,12 +6,12 @@ from autopar.targets.job import Exported, Job, Layout, ModelShape
 from autopar.targets.megatron_layout import even_stages
 from autopar.targets.target import NotExpressible, torchrun
 from autopar.targets.torchtitan_models import FLAVORS
-from autopar.targets.torchtitan_options import WRITTEN, P, T
+from autopar.targets.torchtitan_options import PARALLELISM, TRAINING, WRITTEN
 
 _POLICIES = {"none": "none", "full": "full", "op": "selective"}
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def torchtitan_flags(job: Job) -> dict[str, str]:
     """The flags of a job, by name. Raises NotExpressible if torchtitan cannot run it."""
     by, lacking = job.layout, []
     if by.zero == 1:
@@ -36,26 +36,36 @@ def flags_of(job: Job) -> dict[str, str]:
     batch = by.batch_on(job.gpus or by.tp * by.pp * by.cp)
     replicas, shards = (by.copies, dp // by.copies) if by.zero else (dp, 1)
     found = {
-        f"{P}data_parallel_replicate_degree": str(replicas),
-        f"{P}data_parallel_shard_degree": str(shards),
+        f"{PARALLELISM}data_parallel_replicate_degree": str(replicas),
+        f"{PARALLELISM}data_parallel_shard_degree": str(shards),
     }
-    found |= {f"{P}tensor_parallel_degree": str(by.tp), f"{P}context_parallel_degree": str(by.cp)}
-    found |= {f"{P}pipeline_parallel_degree": str(by.pp), f"{P}expert_parallel_degree": str(by.ep)}
-    found |= {} if by.sequence_parallel or by.tp == 1 else {f"{P}enable_sequence_parallel": "False"}
-    found[f"{P}fsdp_reshard_after_forward"] = "never" if by.zero == 2 else "always"
+    found |= {
+        f"{PARALLELISM}tensor_parallel_degree": str(by.tp),
+        f"{PARALLELISM}context_parallel_degree": str(by.cp),
+    }
+    found |= {
+        f"{PARALLELISM}pipeline_parallel_degree": str(by.pp),
+        f"{PARALLELISM}expert_parallel_degree": str(by.ep),
+    }
+    found |= (
+        {}
+        if by.sequence_parallel or by.tp == 1
+        else {f"{PARALLELISM}enable_sequence_parallel": "False"}
+    )
+    found[f"{PARALLELISM}fsdp_reshard_after_forward"] = "never" if by.zero == 2 else "always"
     local = batch // dp if by.pp > 1 else by.micro_batch
-    found |= {f"{T}local_batch_size": str(local), f"{T}global_batch_size": str(batch)}
-    found |= {f"{T}seq_len": str(job.seq)} if job.seq else {}
+    found |= {f"{TRAINING}local_batch_size": str(local), f"{TRAINING}global_batch_size": str(batch)}
+    found |= {f"{TRAINING}seq_len": str(job.seq)} if job.seq else {}
     if by.pp > 1:
         found |= {
-            f"{P}pipeline_parallel_schedule": WRITTEN[by.schedule],
-            f"{P}pipeline_parallel_microbatch_size": str(by.micro_batch),
+            f"{PARALLELISM}pipeline_parallel_schedule": WRITTEN[by.schedule],
+            f"{PARALLELISM}pipeline_parallel_microbatch_size": str(by.micro_batch),
         }
         found |= _parts(by, job.shape)
     if by.pp * by.ep > 1:
-        found[f"{T}disable_cuda_graphs"] = "True"
+        found[f"{TRAINING}disable_cuda_graphs"] = "True"
     found["activation-checkpoint"] = _POLICIES[by.recompute]
-    found |= {f"{T}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
+    found |= {f"{TRAINING}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
     compiled = job.facts.compile
     return found if compiled is None else found | {"compile.enable": str(compiled)}
 
@@ -70,12 +80,12 @@ def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:
         names += ["norm", "lm_head"] if number == len(sizes) - 1 else []
         parts.append(",".join(names))
         at += size
-    return {f"{P}module_fqns_per_model_part": " ".join(parts)} if parts else {}
+    return {f"{PARALLELISM}module_fqns_per_model_part": " ".join(parts)} if parts else {}
 
 
 def write_torchtitan(job: Job) -> Exported:
     """A launch script of torchtitan 0.3. Raises NotExpressible if torchtitan cannot run the job."""
-    flags = flags_of(job)
+    flags = torchtitan_flags(job)
     policy = flags.pop("activation-checkpoint")
     flavors = [name for name, shape in FLAVORS.items() if shape == job.shape]
     name, size = flavors[0] if flavors else ("MODULE", "CONFIG")

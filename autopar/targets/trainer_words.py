@@ -10,13 +10,14 @@ from autopar.targets.target import Aspect, NotExpressible
 
 SCRIPT = "the training script: "
 """What stands before options that belong into another file than that of the job."""
-MICRO = ("per_device_train_batch_size", "micro_batch_size")
+_MICRO = ("per_device_train_batch_size", "micro_batch_size")
 """A trainer's names of the micro-batch."""
 _DP = ("dp_shard_size", "dp_replicate_size")
 _CP = ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size")
 
-ASPECTS = (
-    Aspect(("micro_batch",), f"({SCRIPT})?({'|'.join(MICRO)}|train_micro_batch_size_per_gpu|gradient_accumulation_steps|train_batch_size)"),
+TRAINER_ASPECTS = (
+    Aspect(("micro_batch",), f"({SCRIPT})?({'|'.join(_MICRO)}|train_micro_batch_size_per_gpu|gradient_accumulation_steps|"
+           "train_batch_size)"),
     Aspect(("global_batch", "accumulation", "dp", "tp", "cp"), f"({SCRIPT})?(gradient_accumulation_steps|train_batch_size)"),
     Aspect(("recompute",), "gradient_checkpointing|disable_gradient_checkpointing|fsdp_activation_checkpointing"),
     Aspect(("tp",), "tensor_parallel_size|tensor_parallel\\.(auto)?tp_size"),
@@ -30,7 +31,7 @@ ASPECTS = (
 
 def is_trainer(job: Job) -> bool:
     """Whether the options of a job are those of a trainer."""
-    return any(name in job.flags for name in MICRO)
+    return any(name in job.flags for name in _MICRO)
 
 
 def trainer_words(job: Job) -> dict[str, str]:
@@ -38,7 +39,7 @@ def trainer_words(job: Job) -> dict[str, str]:
     by, file = job.layout, job.flags
     gpus = job.gpus or by.tp * by.cp * (by.dp or 1)
     answers = 2 if any("a sample is a pair" in finding.what for finding in job.findings) else 1
-    micro = next(name for name in MICRO if name in file)
+    micro = next(name for name in _MICRO if name in file)
     if by.micro_batch % answers:
         raise NotExpressible(f"samples of pairs have no micro-batch of {by.micro_batch} sequences")
     found = {micro: str(by.micro_batch // answers)}
@@ -119,7 +120,7 @@ def _degrees(flags: Mapping[str, str]) -> tuple[int, int]:
     return int(sizes["tp"]), int(sizes["cp"]) * int(sizes["sp"])
 
 
-def kind_of(flags: Mapping[str, str]) -> str:
+def sharding_kind(flags: Mapping[str, str]) -> str:
     """What an Accelerate configuration shards with: 'FSDP2', 'FSDP1', 'DEEPSPEED' and others."""
     kind = flags.get("distributed_type", "NO").upper()
     version = flags.get("fsdp_config.fsdp_version", "1")

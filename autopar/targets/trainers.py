@@ -27,8 +27,8 @@ from autopar.targets.expansion import is_known
 from autopar.targets.job import Facts, Finding, Job, Layout
 from autopar.targets.python_settings import settings_of
 from autopar.targets.shell_words import CLOSE
-from autopar.targets.target import Source
-from autopar.targets.unknown import distinct, with_others
+from autopar.targets.target import SourceFile
+from autopar.targets.unknown import distinct_jobs, with_others
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip
@@ -43,7 +43,7 @@ _OFFLOADING = ("offload", "offload_disk", "unsloth")
 """Values of `gradient_checkpointing` by which the inputs of layers wait in host memory."""
 
 
-def reads(source: Source) -> bool:
+def reads_trainer(source: SourceFile) -> bool:
     """Whether a file has the batch size of a trainer."""
     text = source.text
     axolotl = re.search(r"^base_model:", text, re.MULTILINE) and "micro_batch_size" in text
@@ -56,7 +56,7 @@ def reads(source: Source) -> bool:
     return bool(axolotl or started) or "per_device_train_batch_size" in text
 
 
-def read(source: Source) -> Job:
+def read_trainer(source: SourceFile) -> Job:
     """The job of a trainer's arguments. Raises AutoparError if there are none."""
     values, findings, source = _values(source)
     if not any(name in values for name in _MICRO):
@@ -73,7 +73,7 @@ def read(source: Source) -> Job:
 
 
 def _job_of(
-    values: Mapping[str, str], findings: list[Finding], source: Source
+    values: Mapping[str, str], findings: list[Finding], source: SourceFile
 ) -> tuple[Job, Arguments]:
     """The job of arguments by name, and the arguments as read."""
     args = Arguments(values, findings)
@@ -119,7 +119,7 @@ def _with_engines(job: Job, base: Job) -> Job:
         )
         for other in base.others
     ]  # fmt: skip
-    return replace(job, others=distinct(job, others))
+    return replace(job, others=distinct_jobs(job, others))
 
 
 _PAIRED = re.compile(r"(^|[_/. ])(dpo|orpo|cpo|simpo|ipo|reward|rm|reward_trainer)($|[_/. ])", re.I)
@@ -128,7 +128,7 @@ _KINDS = ("stage", "rl", "rlhf_type", "reward_model")
 """Options that name the kind of training: LLaMA-Factory's, Axolotl's, ms-swift's."""
 
 
-def _are_pairs(args: Arguments, source: Source) -> bool:
+def _are_pairs(args: Arguments, source: SourceFile) -> bool:
     """Whether one forward reads a chosen and a rejected answer for each sample."""
     kinds = [args.text(name) or "" for name in _KINDS]
     if any(kinds):
@@ -140,7 +140,7 @@ def _are_pairs(args: Arguments, source: Source) -> bool:
     return _PAIRED.search(program) is not None or ((called or trl) and not named)
 
 
-def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source]:
+def _values(source: SourceFile) -> tuple[dict[str, str], tuple[Finding, ...], SourceFile]:
     """The arguments by name, findings on them, and the source, whose files are also those that a
     script writes.
     """
@@ -172,7 +172,9 @@ def _values(source: Source) -> tuple[dict[str, str], tuple[Finding, ...], Source
     return found, tuple(findings), written
 
 
-def _with_file(words: tuple[str, ...], source: Source, findings: list[Finding]) -> dict[str, str]:
+def _with_file(
+    words: tuple[str, ...], source: SourceFile, findings: list[Finding]
+) -> dict[str, str]:
     """The options of a command over those of the YAML file that it gives its trainer: `--config FILE`
     of TRL, or the file behind `llamafactory-cli train` and `axolotl train`.
     """
@@ -219,7 +221,7 @@ _OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "ds_config", "dist_config.conf
 _OF_ACCELERATE = ("config_file", "accelerate_config")
 
 
-def _file(args: Arguments, source: Source, *names: str) -> str | None:
+def _file(args: Arguments, source: SourceFile, *names: str) -> str | None:
     """The file that the first of these options names; '' if none is set, None if its name is not
     known. A folder that is not known is taken to be that of the script, if the file is there.
     """
@@ -231,19 +233,22 @@ def _file(args: Arguments, source: Source, *names: str) -> str | None:
     return args.text(*names) if not is_known(value) else args.text(*names) or ""
 
 
-def _engine(args: Arguments, source: Source) -> Job:
+def _engine(args: Arguments, source: SourceFile) -> Job:
     """The job of what shards: DeepSpeed or FSDP, from its file or from the arguments."""
     file, launch = (_file(args, source, *names) for names in (_OF_DEEPSPEED, _OF_ACCELERATE))
     if file is None or launch is None:
         return _sharded_somehow("accelerate" if launch is None else "deepspeed")
     if launch in _OF_TRL:
         return _OF_TRL[launch]
-    for name, read_engine in ((file, deepspeed.read), (launch, accelerate.read)):
+    for name, read_engine in (
+        (file, deepspeed.read_deepspeed),
+        (launch, accelerate.read_accelerate),
+    ):
         if not re.search(r"\.(json|ya?ml)$", name):
             continue
         text = source.read_file(name)
         if text is not None:
-            return read_engine(Source(text, name.rpartition("/")[2], source.read_file))
+            return read_engine(SourceFile(text, name.rpartition("/")[2], source.read_file))
         args.find("unknown", f"sharding stands in {name}, which is not beside the file",
                   legal=(f"put {name} beside it", f"autopar check {name}"))  # fmt: skip
         return _sharded_somehow("deepspeed" if name == file else "accelerate")
@@ -298,7 +303,7 @@ def _of_launcher(args: Arguments) -> Job | None:
     data |= {"deepspeed_config": zero} if deepspeed_on else {}
     data |= {"parallelism_config": sizes} if sizes else {}
     args.read.update((*sizes, *fsdp, *zero, *kept, "use_parallelism_config"))
-    return accelerate.read(Source(json.dumps(data), "accelerate.json"))
+    return accelerate.read_accelerate(SourceFile(json.dumps(data), "accelerate.json"))
 
 
 def _fsdp(args: Arguments) -> Layout:

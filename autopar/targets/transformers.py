@@ -24,7 +24,7 @@ from autopar.targets.target import (
     ONE_STAGE,
     WHOLE_POSITIONS,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     divisors_near,
     even_heads,
@@ -39,14 +39,14 @@ _NEUTRAL = re.compile(
 )
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     return (
         "DistributedConfig(" in source.text
         or re.search(r'"(tp_size|fsdp_size|pp_size)"\s*:', source.text, re.MULTILINE) is not None
     )
 
 
-def read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a `DistributedConfig`: JSON, or the first such call in Python, which is parsed and
     never run. Raises AutoparError if there is none.
     """
@@ -87,7 +87,7 @@ def _job_of(args: Arguments) -> Job:
     return args.job("transformers", _NEUTRAL, layout=layout, gpus=gpus, facts=Facts(precision))
 
 
-def _of_json(source: Source) -> dict[str, str]:
+def _of_json(source: SourceFile) -> dict[str, str]:
     data = read_mapping(source.text, source.name)
     inner = data.get("distributed_config", data)
     if not isinstance(inner, dict) or not set(inner) & set(_SIZES):
@@ -95,11 +95,11 @@ def _of_json(source: Source) -> dict[str, str]:
     return {str(key): str(value) for key, value in inner.items()}
 
 
-def _of_call(source: Source) -> dict[str, str]:
+def _of_call(source: SourceFile) -> dict[str, str]:
     return call_arguments(source, "DistributedConfig")
 
 
-def call_arguments(source: Source, name: str) -> dict[str, str]:
+def call_arguments(source: SourceFile, name: str) -> dict[str, str]:
     """The keyword arguments of the first call of `name` in a Python text. A value that is no
     constant is not known. Raises AutoparError if the text is not Python or has no such call.
     """
@@ -122,7 +122,7 @@ def _constant(node: ast.expr) -> str:
         return unknown(ast.unparse(node)[:60])
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What `DistributedConfig` refuses."""
     by, found = job.layout, []
     dp = by.dp or 1
@@ -155,7 +155,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return [*found, *late_findings(job)]
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What `DistributedConfig` can run: FSDP with tp, or a pipeline with tp."""
 
     def shards(choice: Any) -> bool:
@@ -195,7 +195,7 @@ def restriction(shape: ModelShape, seq: int) -> Restriction:
     )
 
 
-def config_of(job: Job) -> dict[str, Any]:
+def _config_of(job: Job) -> dict[str, Any]:
     """The arguments of `DistributedConfig`. Raises NotExpressible if it cannot say the job."""
     by, lacking = job.layout, []
     dp = by.dp_on(job.gpus or by.tp * by.pp * by.cp)
@@ -234,22 +234,22 @@ def config_of(job: Job) -> dict[str, Any]:
     return data | {"fsdp_mixed_precision": job.facts.precision != "fp32"}
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The arguments as texts."""
-    return {name: str(value) for name, value in config_of(job).items()}
+    return {name: str(value) for name, value in _config_of(job).items()}
 
 
-def words_of(job: Job) -> dict[str, str]:
+def _words_of(job: Job) -> dict[str, str]:
     """The arguments as texts, with the batches, which stand in the training script."""
-    return flags_of(job) | in_script(job)
+    return _flags_of(job) | in_script(job)
 
 
-def held(job: Job) -> dict[str, Any]:
+def _held(job: Job) -> dict[str, Any]:
     """The pins that a job's file cannot change: recomputation stands in the training script."""
     return {"recompute": job.layout.recompute}
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """The JSON of a `DistributedConfig`. Raises NotExpressible if it cannot say the job."""
     by, gpus = job.layout, job.gpus or 1
     number = by.micro_batches_on(gpus)
@@ -262,7 +262,7 @@ def write(job: Job) -> Exported:
         else []
     )
     losses += [f"sequences of {job.seq} tokens: the data decides"] if job.seq else []
-    text = json.dumps(config_of(job), indent=2) + "\n"
+    text = json.dumps(_config_of(job), indent=2) + "\n"
     launch = f"{torchrun(job)} train.py"
     return Exported("transformers 5.24", text, launch, {}, tuple(losses), "distributed.json")
 
@@ -271,15 +271,15 @@ TRANSFORMERS = Target(
     "transformers",
     "Transformers 5.24",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    _refusals,
+    _restriction,
+    _write,
     "transformers",
-    flags_of,
+    _flags_of,
     zero=(0, 3),
     sequence_parallel=False,
-    words=words_of,
-    held=held,
+    words=_words_of,
+    held=_held,
 )
 """Hugging Face Transformers."""

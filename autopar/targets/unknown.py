@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.targets.arguments import DEVICES, Arguments, is_none
+from autopar.targets.arguments import DEVICE_COUNTS, Arguments, is_none
 from autopar.targets.job import Job
 
 Options = Mapping[str, str]
@@ -34,7 +34,7 @@ SHAPE = (
     "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers", "gated_linear_unit",
     "share_embeddings_and_output_weights", "position_embedding_type", "multi_latent_attention",
 )  # fmt: skip
-ALL: tuple[str, ...] = (
+ALL_OPTIONS: tuple[str, ...] = (
     *LAYOUT,
     *BATCHES,
     *SHARDING,
@@ -120,7 +120,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "enable_cpu_offload": _SWITCH,
     "enable_sequence_parallel": _SWITCH,
     "device": ("none", "cpu"),
-    **dict.fromkeys(DEVICES, ()),
+    **dict.fromkeys(DEVICE_COUNTS, ()),
 }  # fmt: skip
 """Plausible values of an option, by the last part of its name. Devices are those of the cluster that
 is asked about, so that none is taken for them.
@@ -202,7 +202,7 @@ def with_others(
         except AutoparError:
             continue
         found += [replace(one, others=(), findings=()) for one in (other, *other.others)]
-    return replace(job, others=distinct(job, found))
+    return replace(job, others=distinct_jobs(job, found))
 
 
 def with_open(read: Callable[[Options], tuple[Job, Arguments]], options: Options) -> Job:
@@ -213,7 +213,7 @@ def with_open(read: Callable[[Options], tuple[Job, Arguments]], options: Options
     return with_others(job, lambda changed: read(changed)[0], options, sorted(args.open))
 
 
-def distinct(job: Job, others: Iterable[Job]) -> tuple[Job, ...]:
+def distinct_jobs(job: Job, others: Iterable[Job]) -> tuple[Job, ...]:
     """Those of `others` that differ from a job and from each other in what is priced or refused."""
     found = [job]
     for other in others:
@@ -241,10 +241,10 @@ def open_layout(job: Job, **fields: Sequence[Any]) -> Job:
             for name, values in fields.items()
             for value in values
         ]
-    return replace(job, others=distinct(job, found))
+    return replace(job, others=distinct_jobs(job, found))
 
 
 def each(job: Job, change: Callable[[Job], Job]) -> Job:
     """The job after a change, which is made to all that it may be too."""
     changed = change(replace(job, others=()))
-    return replace(changed, others=distinct(changed, map(change, job.others)))
+    return replace(changed, others=distinct_jobs(changed, map(change, job.others)))

@@ -11,12 +11,12 @@ from autopar.targets.beside import beside
 from autopar.targets.extended import winning_parts
 from autopar.targets.job import Job, JobFile, Unmodelled
 from autopar.targets.raw_options import options_of_job
-from autopar.targets.target import Source
-from autopar.targets.weight_rules import RULES
+from autopar.targets.target import SourceFile
+from autopar.targets.weight_rules import WEIGHT_RULES
 from autopar.targets.weights import parts_by_rule
 
 
-def whole_job(read: Callable[[Source], Job], source: Source) -> Job:
+def whole_job(read: Callable[[SourceFile], Job], source: SourceFile) -> Job:
     """The job that `read` reads from a source, with the parts that no price counts, and with its file.
     Options that say such parts are no longer listed among those without a price.
     """
@@ -24,7 +24,7 @@ def whole_job(read: Callable[[Source], Job], source: Source) -> Job:
     options = options_of_job(source, job)
     around = beside(job, options)
     found = (*job.unmodelled, *partly_trained(job, options), *around.parts)
-    found += tuple(parts_by_rule(job, options, RULES))
+    found += tuple(parts_by_rule(job, options, WEIGHT_RULES))
     parts = tuple({part.what: part for part in reversed(found)}.values())[::-1]
     names = {_name(part) for part in parts}
     unpriced = tuple(text for text in job.unpriced if _end(text) not in names)

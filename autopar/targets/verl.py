@@ -25,7 +25,7 @@ from autopar.targets.target import (
     OFFLOADS_ALL,
     ONE_ORDER,
     NotExpressible,
-    Source,
+    SourceFile,
     Target,
     multiples_near,
     nodes_of,
@@ -62,7 +62,7 @@ _NEUTRAL = re.compile(rf"(?!{_COUNTED.pattern}$).*|{_PLAIN}")
 """Options that change neither time nor memory, and those of other parts."""
 
 
-def _reads(source: Source) -> bool:
+def _reads(source: SourceFile) -> bool:
     text = source.text
     known = re.search(
         r"actor_rollout_ref\.(actor|model)\.|verl\.trainer\.(fsdp_)?sft|^actor_rollout_ref:",
@@ -73,7 +73,7 @@ def _reads(source: Source) -> bool:
     return known is not None and is_script and not _has_megatron(source)
 
 
-def _has_megatron(source: Source) -> bool:
+def _has_megatron(source: SourceFile) -> bool:
     """Whether Megatron-LM trains the actor. Branches of a script that are not taken do not count."""
     text = re.sub(r"#.*", "", source.text).lower()
     if "megatron" not in text:
@@ -89,7 +89,7 @@ def _has_megatron(source: Source) -> bool:
     return "megatron" in kinds or inside or not _KNOWN & set(values)
 
 
-def read(source: Source) -> Job:
+def _read(source: SourceFile) -> Job:
     """The job of a launch script or of a whole configuration. Of reinforcement learning it is the
     update of the actor. Raises AutoparError if no command has overrides of verl.
     """
@@ -115,7 +115,7 @@ def _job_of(values: Mapping[str, str], findings: list[Finding]) -> tuple[Job, Ar
     return job, args
 
 
-def _values(source: Source) -> tuple[dict[str, str], list[Finding]]:
+def _values(source: SourceFile) -> tuple[dict[str, str], list[Finding]]:
     """The options by path, and findings on them."""
     if re.search(r"^actor_rollout_ref:", source.text, re.MULTILINE):
         data, findings = extended_mapping(source)
@@ -195,7 +195,7 @@ def _note(args: Arguments) -> None:
         args.find("note", "what fsdp_config offloads is on the devices during the update, and priced there")  # fmt: skip
 
 
-def refusals(job: Job, gpus: int) -> list[Finding]:
+def _refusals(job: Job, gpus: int) -> list[Finding]:
     """What verl refuses at start."""
     by, heads, found = job.layout, job.shape.heads, list[Finding]()
     if gpus % by.cp:
@@ -215,7 +215,7 @@ def refusals(job: Job, gpus: int) -> list[Finding]:
     return found
 
 
-def restriction(shape: ModelShape, seq: int) -> Restriction:
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
     """What verl's FSDP can run: ZeRO-3, or 2 that keeps what it gathered, with Ulysses."""
 
     def shards(choice: Any) -> bool:
@@ -258,7 +258,7 @@ def _name(job: Job, what: str) -> str:
     return next((n for n in names if n in job.flags), names[supervised])
 
 
-def flags_of(job: Job) -> dict[str, str]:
+def _flags_of(job: Job) -> dict[str, str]:
     """The overrides of a job by path. Raises NotExpressible if verl's FSDP cannot run it."""
     by, lacking = job.layout, []
     if by.tp * by.pp * by.ep > 1:
@@ -290,9 +290,9 @@ def flags_of(job: Job) -> dict[str, str]:
     return {_name(job, what): text for what, text in found.items()}
 
 
-def words_of(job: Job) -> dict[str, str]:
-    """The overrides of a job by path, in the trainer of its file. Raises NotExpressible as `flags_of`."""
-    found = flags_of(job)
+def _words_of(job: Job) -> dict[str, str]:
+    """The overrides of a job by path, in the trainer of its file. Raises NotExpressible as `_flags_of`."""
+    found = _flags_of(job)
     if job.layout.zero == 2:  # what is gathered is kept by FSDP 2 alone
         supervised = any(name.startswith("data.micro_batch_size") for name in job.flags)
         name = "model.strategy" if supervised else f"{_ACTOR}strategy"
@@ -300,9 +300,9 @@ def words_of(job: Job) -> dict[str, str]:
     return found
 
 
-def write(job: Job) -> Exported:
+def _write(job: Job) -> Exported:
     """A launch script of verl. Raises NotExpressible if its FSDP cannot run the job."""
-    found = flags_of(job) | {f"{_ACTOR}strategy": "fsdp2"}
+    found = _flags_of(job) | {f"{_ACTOR}strategy": "fsdp2"}
     per_node, nodes = nodes_of(job)
     found |= {"trainer.n_gpus_per_node": str(per_node), "trainer.nnodes": str(nodes)}
     lines = [
@@ -323,14 +323,14 @@ VERL = Target(
     "verl",
     "verl 0.7 (FSDP)",
     _reads,
-    read,
-    refusals,
-    restriction,
-    write,
+    _read,
+    _refusals,
+    _restriction,
+    _write,
     "transformers",
-    flags_of,
+    _flags_of,
     zero=(0, 2, 3),
     sequence_parallel=False,
-    words=words_of,
+    words=_words_of,
 )
 """verl with FSDP."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.targets.expansion import is_known
 from autopar.targets.job import Job, Unmodelled
-from autopar.targets.raw_options import Options, shown
+from autopar.targets.raw_options import JobOptions, shown_option
 
 NO_ATTENTION = "layers without attention"
 """What stands in the place of training as it is priced, where layers are those of mamba or rwkv."""
@@ -27,7 +27,7 @@ _TESTS: dict[str, Callable[[Job], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Weight:
     """An option that has weight.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rule:
         if is_known(value) and self.value and not re.fullmatch(self.value, value, re.IGNORECASE):
             return None
         what = self.what if is_known(value) else f"{self.what}, if this is on"
-        return Unmodelled(what, shown(path, value), self.moves, self.place)
+        return Unmodelled(what, shown_option(path, value), self.moves, self.place)
 
     def applies(self, job: Job) -> bool:
         """Whether the option has an effect in a job."""
@@ -66,7 +66,7 @@ class Rule:
         return not self.needs or int(getattr(job.layout, self.needs)) > 1
 
 
-def parts_by_rule(job: Job, options: Options, rules: Iterable[Rule]) -> Iterator[Unmodelled]:
+def parts_by_rule(job: Job, options: JobOptions, rules: Iterable[Weight]) -> Iterator[Unmodelled]:
     """What the options of a job say by rules, each part once."""
     told = set[str]()
     for rule in rules:

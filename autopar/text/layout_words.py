@@ -17,7 +17,7 @@ _PARAMETER = re.compile(r"_(weight|bias)$")
 _HEADS = ("head", "lm_head", "embed_out")
 
 
-def is_attention(op: str) -> bool:
+def is_attention_name(op: str) -> bool:
     """Whether an op name in a plan is that of attention."""
     return "scaled_dot_product_attention" in op
 
@@ -43,7 +43,7 @@ def interesting(block: BlockPlan) -> list[str]:
 
 def _is_interesting(op: str, owners: set[str]) -> bool:
     is_loss = "cross_entropy" in op or "nll_loss" in op
-    if is_attention(op) or is_experts(op) or is_loss or op in _HEADS or _MATMULS.fullmatch(op):
+    if is_attention_name(op) or is_experts(op) or is_loss or op in _HEADS or _MATMULS.fullmatch(op):
         return True
     names = {op, re.sub(r"_\d+$", "", op)}
     return any(owner == name or owner.endswith(f"_{name}") for owner in owners for name in names)
@@ -82,7 +82,7 @@ def _words(op: str, letter: str) -> str:
         return "on partial sums"
     if letter in _ANY_OP:
         return _ANY_OP[letter]
-    if is_attention(op):
+    if is_attention_name(op):
         return "head-parallel" if letter == "h" else "batch-sharded"
     if is_experts(op):
         return "token-sharded" if letter == "t" else "column- and row-parallel experts"

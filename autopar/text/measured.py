@@ -16,14 +16,21 @@ from autopar.text.layout_words import is_experts
 from autopar.text.units import percent
 
 FILE = Path(__file__).with_name("measured.yaml")
-KINDS = ("experts", "fp8", "pipelines", "tensor parallelism", "FSDP or ZeRO-3", "data parallelism")
+PLAN_KINDS = (
+    "experts",
+    "fp8",
+    "pipelines",
+    "tensor parallelism",
+    "FSDP or ZeRO-3",
+    "data parallelism",
+)
 """The kinds of plans, each of those that are none of the kinds before it."""
-ALL = "any layout"
+ANY_LAYOUT = "any layout"
 """The kind of all runs together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PublishedRun:
     """A published run: experts and sequence of its model, device and number of devices, layout,
     measured seconds of a step, and predicted / measured - 1 as `error`. `fitted`: constants were
     fitted on it.
@@ -71,7 +78,7 @@ class Evidence:
     """
 
     error: KindError
-    nearest: Run
+    nearest: PublishedRun
     same_device: bool
 
     def __str__(self) -> str:
@@ -84,12 +91,12 @@ class Evidence:
 
 
 @lru_cache(maxsize=1)
-def measured() -> tuple[dict[str, KindError], tuple[Run, ...]]:
+def measured() -> tuple[dict[str, KindError], tuple[PublishedRun, ...]]:
     """(errors by kind, all runs) as the package ships them."""
     data = shipped_yaml(FILE)
     return (
         {row["kind"]: KindError(**row) for row in data["kinds"]},
-        tuple(Run(**run) for run in data["runs"]),
+        tuple(PublishedRun(**run) for run in data["runs"]),
     )
 
 
@@ -111,8 +118,8 @@ def device_errors() -> dict[str, KindError]:
     }
 
 
-def kind_of(run: Run) -> str:
-    """The kind of a run, one of `KINDS`."""
+def plan_kind(run: PublishedRun) -> str:
+    """The kind of a run, one of `PLAN_KINDS`."""
     if run.experts:
         return "experts"
     if run.fp8:
@@ -129,20 +136,20 @@ def evidence(plan: Plan, device: str) -> Evidence | None:
     kinds where no run of its kind is known. None for CPUs.
     """
     own, (kinds, runs) = _as_run(plan, device), measured()
-    kind = kind_of(own)
+    kind = plan_kind(own)
     if device == "cpu" or not runs:
         return None
-    of_kind = [run for run in runs if kind_of(run) == kind]
+    of_kind = [run for run in runs if plan_kind(run) == kind]
     nearest = min(of_kind or runs, key=lambda run: _distance(run, own))
     return Evidence(
-        kinds[kind if of_kind else ALL], nearest, any(run.device == device for run in runs)
+        kinds[kind if of_kind else ANY_LAYOUT], nearest, any(run.device == device for run in runs)
     )
 
 
-def _as_run(plan: Plan, device: str) -> Run:
+def _as_run(plan: Plan, device: str) -> PublishedRun:
     mesh, predicted = plan.mesh, plan.predicted
     experts = any(is_experts(op) for block in plan.blocks for op in block.ops)
-    return Run(
+    return PublishedRun(
         id="",
         source="",
         device=device,
@@ -160,7 +167,7 @@ def _as_run(plan: Plan, device: str) -> Run:
     )
 
 
-def _distance(run: Run, own: Run) -> float:
+def _distance(run: PublishedRun, own: PublishedRun) -> float:
     """How unlike two runs are: another device counts as 8 times as many devices, and so on by
     factors of two.
     """

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby, pairwise
 from math import nan
 from typing import Any
 
 from autopar_cost_models import COST_MODEL_VERSION, Topology, group_shape
 
-from autopar.errors import AutoparError
-from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.errors import AutoparError, shown
+from autopar.ir.cluster import Cluster, ClusterSpec, plain_data
 from autopar.ir.mesh import MeshShape, mesh_words
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
 """What each kind of offloading keeps in host memory, as text."""
+
+_NOT_HASHED = ("name", "source", "headroom")
+"""Ends of the keys of figures of a cluster that do not tell plans apart."""
 
 PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
 """The type of a function that plans one model under pins on a cluster. It raises AutoparError like
@@ -134,10 +138,60 @@ def named_cluster(plan: Plan) -> Cluster | None:
             cluster = ClusterSpec.from_data(plan.made_for.cluster, "the plan's cluster")
             if cluster.spec_hash() == plan.cluster_hash:
                 return cluster
-    return parsed_cluster(plan)
+    return cluster_of_plan(plan)
 
 
-def parsed_cluster(plan: Plan) -> Cluster | None:
+def cluster_of(plan: Plan, given: Cluster | str | None) -> Cluster | None:
+    """The plan's cluster (`named_cluster`), or the one that is `given` again, with its price. Raises
+    AutoparError if that is another one.
+    """
+    own = named_cluster(plan)
+    if given is None:
+        return own
+    cluster = ClusterSpec.parse(given) if isinstance(given, str) else given
+    if cluster.spec_hash() != plan.cluster_hash:
+        raise AutoparError(other_cluster(plan, cluster))
+    price = cluster.price_per_device_hour
+    if own is None:
+        return cluster
+    return own if price is None else own.with_price(price)
+
+
+def other_cluster(plan: Plan, cluster: Cluster) -> str:
+    """What differs between the cluster of a plan and another one, as text. At most three figures are
+    listed, and none if the plan's file does not have them.
+    """
+    found: list[str] = []
+    if plan.made_for.cluster:
+        ours, theirs = _flat(plan.made_for.cluster), _flat(plain_data(cluster))
+        found = [
+            f"{key} {shown(ours.get(key))} -> {shown(theirs.get(key))}"
+            for key in {**ours, **theirs}
+            if ours.get(key) != theirs.get(key) and not key.endswith(_NOT_HASHED)
+        ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    differ = f"; they differ in {', '.join(found[:3])}{more}" if found else ""
+    return (
+        f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
+        f"({cluster.num_devices} devices){differ}: plan again"
+    )
+
+
+def _flat(data: Any, name: str = "") -> dict[str, Any]:
+    """By dotted key, the leaves of nested mappings and lists."""
+    if isinstance(data, dict):
+        pairs: Iterable[tuple[Any, Any]] = data.items()
+    elif isinstance(data, list):
+        pairs = enumerate(data)
+    else:
+        return {name: data}
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        found |= _flat(value, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def cluster_of_plan(plan: Plan) -> Cluster | None:
     """The plan's cluster, parsed from its name, as a command would. None if the name is not that of
     a cluster with the plan's hash.
     """
@@ -161,3 +215,59 @@ def placement_words(mesh: MeshShape, topology: Topology) -> str:
             "inside nodes" if nodes == 1 else "across nodes" if here == 1 else partly, []
         ).append(axis)
     return ", ".join(f"{' and '.join(axes)} {how}" for how, axes in where.items())
+
+
+def recompute_words(plan: Plan) -> str:
+    """How the plan's layers recompute: one mode, or `mixed: layers 0-9 full; 10-47 selective`. In a
+    pipeline, layers of each stage in their order: `mixed: stage 0: 3 full, 5 none; 1-3: 8 none`.
+    """
+    if plan.recompute != "mixed":
+        return plan.recompute
+    mode_of = {name: block.recompute for block in plan.blocks for name in block.segments}
+    words = _by_stage(plan.stages, mode_of) if plan.mesh.pp > 1 else _by_mode(mode_of)
+    return f"mixed: {'; '.join(words)}"
+
+
+def _by_mode(mode_of: Mapping[str, str]) -> Iterator[str]:
+    by_mode: dict[str, dict[str, list[int]]] = {}
+    for name in sorted(mode_of, key=_place):
+        prefix, number = _place(name)
+        if number >= 0 or mode_of[name] != "none":
+            by_mode.setdefault(mode_of[name], {}).setdefault(prefix, []).append(number)
+    for mode, layers in by_mode.items():
+        runs = (f"{prefix} {_runs(numbers)}".strip() for prefix, numbers in layers.items())
+        yield f"{', '.join(runs)} {mode}"
+
+
+def _by_stage(stages: Sequence[Sequence[str]], mode_of: Mapping[str, str]) -> Iterator[str]:
+    """The words of each stage, and of those with the same words together."""
+    alike: dict[str, list[int]] = {}
+    for number, stage in enumerate(stages):
+        alike.setdefault(", ".join(_in_order(stage, mode_of)), []).append(number)
+    for place, (words, numbers) in enumerate(alike.items()):
+        yield f"{'' if place else 'stage '}{_runs(numbers)}: {words}"
+
+
+def _in_order(stage: Sequence[str], mode_of: Mapping[str, str]) -> Iterator[str]:
+    """The number of layers of each mode along a stage; other segments that recompute by name."""
+    layers = [name for name in stage if _place(name)[1] >= 0]
+    for mode, alike in groupby(layers, key=lambda name: mode_of[name]):
+        yield f"{len(list(alike))} {mode}"
+    for name in stage:
+        if name not in layers and mode_of[name] != "none":
+            yield f"{name} {mode_of[name]}"
+
+
+def _place(name: str) -> tuple[str, int]:
+    """The prefix and the number of a segment: ('layers', 3) of 'layers.3'. -1 without a number."""
+    prefix, _, number = name.rpartition(".")
+    return (prefix, int(number)) if prefix and number.isdigit() else (name, -1)
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers as runs: `0-3, 8`. '' of a name without a number."""
+    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
+    if numbers[0] < 0:
+        return ""
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True))

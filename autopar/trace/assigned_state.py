@@ -25,13 +25,12 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError
 from autopar.trace.checkpointed_reads import CheckpointedReads
 from autopar.trace.detached_writes import DATA, DetachedTensors, tensors_in
-from autopar.trace.known_values import KnownValues, UserTensors, attributes_of
+from autopar.trace.known_values import KnownValues, UserTensors, user_attributes
 from autopar.trace.registered_tensors import (
     REGISTER,
-    Entry,
+    RegisteredTensor,
     address_of,
     difference_of,
-    entries_of,
     is_saved,
     leaves_of,
     norm_text,
@@ -39,6 +38,7 @@ from autopar.trace.registered_tensors import (
     refuse,
     refuse_shared,
     registered_now,
+    registered_tensors,
     requires_text,
     storage_of,
 )
@@ -89,7 +89,9 @@ class AssignedState(TorchFunctionMode):
         self._aliases = aliases
         self._modules = ModulesBefore(model)
         self._entries = {
-            name: e for name, e in entries_of(model) if e.kind == "_parameters" or name in early
+            name: e
+            for name, e in registered_tensors(model)
+            if e.kind == "_parameters" or name in early
         }
         self._names = {id(e.tensor): name for name, e in reversed(self._entries.items())}
         self._storages = {storage_of(e.tensor): name for name, e in reversed(self._entries.items())}
@@ -103,7 +105,7 @@ class AssignedState(TorchFunctionMode):
         self.known = KnownValues(own.values, self._unchanged_name)
         for name, entry in self._entries.items():
             vars(entry.tensor).update(own.attributes.get(name, {}))
-        self._attributes = {name: attributes_of(e.tensor) for name, e in self._entries.items()}
+        self._attributes = {name: user_attributes(e.tensor) for name, e in self._entries.items()}
         self.checkpointed = CheckpointedReads(self.versions, self._storages)
 
     def run(self, call: Callable[[], Tensor]) -> Tensor:
@@ -325,7 +327,7 @@ class AssignedState(TorchFunctionMode):
             for name, value in {id(before[n]): (n, v) for n, v in values.items()}.values():
                 before[name].copy_(value)
 
-    def _checked(self, name: str, entry: Entry) -> Tensor:
+    def _checked(self, name: str, entry: RegisteredTensor) -> Tensor:
         """The tensor that is now registered as `name`. Raises AutoparError if there is none, or it
         cannot be written into the one before.
         """

@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import argument, argument_names
+from autopar.ops.aten import aten
 from autopar.trace.edit import call, is_op, product, replace
 
-aten = torch.ops.aten
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("in_training(Tensor batch, Tensor running) -> Tensor")
 _LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImplicitAutograd")

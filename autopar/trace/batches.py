@@ -126,7 +126,7 @@ def shorter_lengths(
     return sorted({*buckets} - {longest})
 
 
-def shortened(
+def shortened_inputs(
     example_inputs: ExampleInputs, length: int, batch_dims: BatchDims | None = None
 ) -> ExampleInputs:
     """The example with sequences of `length`, as meta tensors that share no storage, nested

@@ -21,10 +21,9 @@ from autopar.ops.values import output_nodes
 from autopar.trace.assigned_state import AssignedState
 from autopar.trace.batches import ExampleInputs, batch_entries, form_of
 from autopar.trace.captured import Captured
-from autopar.trace.captured_copy import in_the_copy
 from autopar.trace.changed_state import check_changes, rounding_notes
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
-from autopar.trace.copying import copy_with, meta_copy
+from autopar.trace.copying import copy_with, in_the_copy, meta_copy
 from autopar.trace.edit import call
 from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.functionalize import functional
@@ -34,8 +33,8 @@ from autopar.trace.nested import rebuilt
 from autopar.trace.one_process import OneProcess, check_kept_sizes
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import (
+    check_loss_trains,
     check_symbols,
-    check_trains,
     check_values,
     own_generator,
     why_not_captured,
@@ -182,7 +181,7 @@ def capture(
             captured = to_capture.capture(record)
             check_values(captured)
             check_symbols(captured)
-            check_trains(captured)
+            check_loss_trains(captured)
             notes = check_state(captured, record, to_capture.capture)
         finally:
             start.restore()

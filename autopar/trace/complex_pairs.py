@@ -21,10 +21,10 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument, op_name
+from autopar.ops.aten import aten
 from autopar.trace.edit import call, is_op
 from autopar.trace.user_lines import line_of_node
 
-aten = torch.ops.aten
 Pair = tuple[Any, ...]
 """The real and the imaginary part: nodes, or numbers."""
 

@@ -1,13 +1,16 @@
-"""Copies a model with other tensors as parameters and buffers, and everything else unchanged."""
+"""Copies a model with other tensors as parameters and buffers, and everything else unchanged. Lets
+forward see the copy, and keeps the user's model as it is.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from autopar.errors import AutoparError, one_line
-from autopar.trace.python_state import children
+from autopar.trace.python_state import Functions, children
+from autopar.trace.registered_tensors import joined_name
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 _SHARED = (
     io.IOBase, ProcessGroup, threading.Thread, threading.Event, threading.Condition, threading.Semaphore, threading.local,
@@ -61,7 +67,7 @@ def copy_with(
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)
     kept = []  # keeps alive what `memo` knows by address
-    for path, value in held(model):
+    for path, value in held_objects(model):
         if id(value) in memo:
             continue
         if isinstance(value, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
@@ -91,7 +97,7 @@ def _scripted(name: str, module: torch.jit.ScriptModule) -> str:
     )
 
 
-def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def held_objects(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields (path, object) for everything that module attributes hold, at any depth, each object
     once. Modules of the model and registered parameters and buffers are left out.
     """
@@ -116,7 +122,7 @@ def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) ->
     """The text of an error that names the innermost object that cannot be copied. If there is none,
     it names the model with `error`.
     """
-    for path, value in reversed(list(held(model))):
+    for path, value in reversed(list(held_objects(model))):
         if isinstance(value, nn.Module) or id(value) in memo:
             continue
         try:
@@ -147,3 +153,71 @@ def _iterator(path: str, value: Any) -> str:
         f"attribute {path!r} of the model holds a {type(value).__name__}, which cannot be copied: capture would use up the model's own; "
         "keep what it yields in a list or a buffer, or hold it outside of the model"
     )
+
+
+@contextlib.contextmanager
+def in_the_copy(
+    model: nn.Module, functions: Functions, copies: Mapping[int, Any]
+) -> Iterator[None]:
+    """A context in which variables that `functions` read hold the copies of the modules of `model`.
+    `copies` maps the id of an object to its copy.
+
+    Attributes are copied with the model. Variables of functions are not: a hook or a loss may reach
+    the user's model itself by a variable, `self` of an outer function or a weak reference.
+
+    Puts back what the modules of `model` hold. Raises AutoparError, with the name, if that changed.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_untouched(model))
+        for _, _, value, put in functions.places():
+            own = _copied(value, copies)
+            if own is not value:
+                stack.callback(put, value)
+                put(own)
+        yield
+
+
+def _copied(value: Any, copies: Mapping[int, Any]) -> Any:
+    """What stands for `value` in the copy of the model; itself if that is no part of the model."""
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, weakref.ReferenceType) and isinstance(module := value(), nn.Module):
+        own = copies.get(id(module), module)
+        return value if own is module else weakref.ref(own)
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        own = copies.get(id(value.__self__), value.__self__)
+        return value if own is value.__self__ else types.MethodType(value.__func__, own)
+    return value
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    before = [
+        (path, module, dict(vars(module)), {kind: dict(vars(module)[kind]) for kind in _REGISTRIES})
+        for path, module in model.named_modules()
+    ]
+    changed = ""
+    try:
+        yield
+    finally:
+        for path, module, attributes, registries in before:
+            changed = changed or _put_back(vars(module), attributes, path)
+            for kind, registry in registries.items():
+                changed = changed or _put_back(vars(module)[kind], registry, path)
+    if changed:
+        raise AutoparError(
+            f"forward changes {changed!r} of the model through an object outside of the model. autopar captures a copy of the model: "
+            "reach the module by self, or by a variable of the function"
+        )
+
+
+def _put_back(holder: dict[str, Any], before: dict[str, Any], path: str) -> str:
+    """Let `holder` hold what it did. Returns the name of an entry that was another; '' if none."""
+    missing = object()
+    found = [
+        k for k in {**before, **holder} if holder.get(k, missing) is not before.get(k, missing)
+    ]
+    if found:
+        holder.clear()
+        holder.update(before)
+    return joined_name(path, found[0]) if found else ""

@@ -22,12 +22,11 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument, arguments
+from autopar.ops.aten import aten
 from autopar.ops.kinds import same
 from autopar.trace.edit import call, is_op
 from autopar.trace.expert_mlps import Mlp, mlp_of, stacked
 from autopar.trace.hit_loops import is_run_for_hits
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import torch
 from torch.fx import Node
 
 from autopar.ir.calls import argument, arguments, op_name
+from autopar.ops.aten import aten
 from autopar.ops.kinds import same
 from autopar.trace.edit import is_op
 
-aten = torch.ops.aten
-Rows = Callable[[Node], Node | None]
+_Rows = Callable[[Node], Node | None]
 """x, if a node has its rows of the expert's tokens, or None."""
 _ACTIVATIONS = ("silu", "relu", "sigmoid", "tanh", "hardswish", "mish", "relu6")
 """Those that have the same name in ATen and in `autopar_kernels.routed_experts`."""
@@ -53,7 +53,7 @@ class Mlp:
         return self.activation, len(self.up_biases), self.down_bias is None, *forms
 
 
-def mlp_of(value: Node, rows: Rows) -> Mlp | None:
+def mlp_of(value: Node, rows: _Rows) -> Mlp | None:
     """The expert whose result a value is, or None."""
     if (last := _product(value)) is None:
         return None
@@ -74,7 +74,7 @@ def mlp_of(value: Node, rows: Rows) -> Mlp | None:
     return None if x is None else Mlp(x, (up,), biases, down, down_bias, f"plain:{name}")
 
 
-def _gated(gate: Node, up: Node, rows: Rows) -> tuple[Node, tuple, tuple, str] | None:
+def _gated(gate: Node, up: Node, rows: _Rows) -> tuple[Node, tuple, tuple, str] | None:
     """(x, matrices, biases, activation) of `activation(gate) * up`, or None."""
     activated = _activated(gate)
     if activated is None:

@@ -43,7 +43,7 @@ _EXPERTS = "_autopar_experts"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LoopLines:
     """Lines of the user's code that ran for every expert: the header, and the lines of the body."""
 
     file: str
@@ -57,7 +57,7 @@ class Span:
 class HitLoops:
     """The spans of one captured call. `times`: how often a branch has been taken."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[LoopLines] = field(default_factory=list)
     times: int = 0
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -91,7 +91,7 @@ class HitLoops:
             node.meta["custom"] = {**node.meta.get("custom", {}), _SPAN: span, _TIME: self.times}
             node = node.prev
 
-    def _current(self) -> Span | None:
+    def _current(self) -> LoopLines | None:
         """The span in which the user's code runs."""
         frame: types.FrameType | None = sys._getframe(1) if self.spans else None
         while frame is not None:
@@ -136,7 +136,7 @@ class HitLoops:
                 and _asks_for_hits(node)
             ):
                 first, last = node.body[0].lineno, node.end_lineno or line
-                span = Span(file, line, first, last, kind is ast.For)
+                span = LoopLines(file, line, first, last, kind is ast.For)
                 self.spans += [] if span in self.spans else [span]
                 return True
         return False

@@ -59,10 +59,10 @@ class UserTensors:
             if _has_values(tensor) and tensor.numel() <= _MOST
         }
         named = (*model.named_parameters(), *model.named_buffers())
-        return cls(values, {name: attributes_of(tensor) for name, tensor in named})
+        return cls(values, {name: user_attributes(tensor) for name, tensor in named})
 
 
-def attributes_of(tensor: Tensor) -> dict[str, Any]:
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that users have set on a tensor, by name."""
     return {
         key: value

@@ -18,6 +18,7 @@ from torch.fx.node import Argument
 
 from autopar.ir.calls import op_name
 from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
+from autopar.ops.aten import aten
 from autopar.ops.dims import at_batch, results
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.rules import op_dims
@@ -27,13 +28,13 @@ from autopar.trace.capture import Captured
 from autopar.trace.edit import call, full, is_op
 from autopar.trace.mean_losses import LABEL_COUNT
 from autopar.trace.row_facts import (
-    MIXED,
+    MIXED_ROWS,
     ROWS,
     SAME,
     SUM,
     Fact,
     RowFacts,
-    above,
+    ancestors,
     elements_a_row,
     fill_value,
     follows_batch,
@@ -45,7 +46,6 @@ from autopar.trace.row_facts import (
 )
 from autopar.trace.user_lines import line_of_node
 
-aten = torch.ops.aten
 _TERMS = ("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "stack", "cat", "to", "_to_copy", "clone", "alias", "view",
           "reshape", "squeeze", "unsqueeze")  # fmt: skip
 """Ops that may lie between a term of the loss and the loss."""
@@ -68,7 +68,7 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
     made = partial(
         LossSplit, by_convention=analysis.conventions(), least_rows=_least_rows(captured.graph)
     )
-    if fact.kind == MIXED:
+    if fact.kind == MIXED_ROWS:
         return made("", analysis.why(fact)), None
     if fact.kind == ROWS:
         return made("", "the loss has a dim of rows"), None
@@ -109,7 +109,7 @@ class _Analysis:
         while True:
             found = row_facts(self.graph, self.fixed, self.overruled, self.widest)
             fact = found.of(self.loss)
-            terms = self._router_terms(found) if fact.kind == MIXED and self.gates else set()
+            terms = self._router_terms(found) if fact.kind == MIXED_ROWS and self.gates else set()
             if not terms:
                 return found, fact
             self.overruled |= dict.fromkeys(terms, Fact(SUM, 1))
@@ -119,7 +119,7 @@ class _Analysis:
         """The nodes from which the loss is computed, itself included. Nodes above terms that are
         per micro-batch by convention are left out.
         """
-        return above(
+        return ancestors(
             [self.loss], lambda node: () if node in self.overruled else node.all_input_nodes
         )
 
@@ -158,10 +158,10 @@ class _Analysis:
             return (
                 []
                 if whole
-                else [each for each in node.all_input_nodes if found.of(each).kind == MIXED]
+                else [each for each in node.all_input_nodes if found.of(each).kind == MIXED_ROWS]
             )
 
-        return (above([self.loss], parts) & of_gates) - self.overruled.keys()
+        return (ancestors([self.loss], parts) & of_gates) - self.overruled.keys()
 
     def _of_gates(self, found: RowFacts) -> set[Node]:
         """The nodes computed from router logits and otherwise only from what is known before
@@ -272,7 +272,7 @@ class _Edits:
                 dtype = val.dtype if val.is_floating_point() else whole
                 number = full(self.graph, node, value, val.new_empty([], dtype=dtype))
             number.meta.pop(STATISTICS, None)
-            self.found.facts[number] = Fact(MIXED, known=True, cause=number)
+            self.found.facts[number] = Fact(MIXED_ROWS, known=True, cause=number)
             args[place] = number
             numbers.append(number)
         node.target, node.args = target, tuple(args)
@@ -392,7 +392,7 @@ class StepGraphs:
         `labels` is the index of the target that counts labels, or -1.
         """
         sums, whole = self._parts()
-        local = step_graph(self.captured, above(sums, reads), sums, {})
+        local = step_graph(self.captured, ancestors(sums, reads), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
         joined = step_graph(self.captured, whole, self.targets, parts)
         rows = [
@@ -418,7 +418,7 @@ class StepGraphs:
         def is_sum(node: Node) -> bool:
             return self.found.of(node).kind == SUM
 
-        whole = above(self.targets, lambda node: () if is_sum(node) else reads(node))
+        whole = ancestors(self.targets, lambda node: () if is_sum(node) else reads(node))
         return in_order(self.captured.graph, filter(is_sum, whole)), whole
 
 
@@ -464,7 +464,7 @@ class Keys:
 
     def of(self, node: Node) -> int:
         """The number of a node. Numbers it, and what it is computed from, on the first call."""
-        for each in in_order(node.graph, above([node]) - self.known.keys()):
+        for each in in_order(node.graph, ancestors([node]) - self.known.keys()):
             kwargs = tuple(
                 (name, self._written(value)) for name, value in sorted(each.kwargs.items())
             )
@@ -502,7 +502,7 @@ def _carried(captured: Captured, loss: Node) -> str:
     """The name of the first buffer that forward changes and computes the loss with, so that one
     micro-batch would affect the next, or its value be of one alone. '' if there is none.
     """
-    found = above(
+    found = ancestors(
         [loss],
         lambda node: [input_node(node, 0)] if node.target is _IN_TRAINING else node.all_input_nodes,
     )
@@ -528,7 +528,7 @@ def _copied(node: Node) -> Node:
 
 
 def _depends_on_rows(captured: Captured, node: Node) -> bool:
-    inputs = {n for n in above([node]) if n.name in captured.input_nodes}
+    inputs = {n for n in ancestors([node]) if n.name in captured.input_nodes}
     return any(follows_batch(each.meta["val"]) for each in inputs)
 
 
@@ -559,7 +559,9 @@ def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bo
         )
 
     return set(
-        filter(is_gate, above(choices, lambda node: () if is_gate(node) else node.all_input_nodes))
+        filter(
+            is_gate, ancestors(choices, lambda node: () if is_gate(node) else node.all_input_nodes)
+        )
     )
 
 

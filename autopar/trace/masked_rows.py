@@ -10,11 +10,11 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
+from autopar.ops.aten import aten
 from autopar.ops.dims import is_symbolic
 from autopar.trace.edit import call, product
 from autopar.trace.user_lines import line_of_node
 
-aten = torch.ops.aten
 FILLER = 0.5
 """What rows that are not selected hold: at 0 and 1, functions such as log and acos have no finite slope."""
 
@@ -58,7 +58,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MaskedRows:
     """A record of what stands for `x[mask]`: `node`, whose dim `at` has one row for each index
     along `dims` of the mask, flattened. All rows are there, selected or not.
     """
@@ -71,7 +71,7 @@ class Rows:
 
 class RowEdits:
     """Inserts calls before one node of a graph that reorder, spread and mask rows. Every method but
-    `around` inserts calls and returns their result, as a node or as `Rows`.
+    `around` inserts calls and returns their result, as a node or as `MaskedRows`.
     """
 
     def __init__(self, graph: Graph, node: Node) -> None:
@@ -84,7 +84,9 @@ class RowEdits:
         """
         return call(self.graph, self.node, target, *args, **kwargs)
 
-    def flattened(self, source: Node, of: Selection, start: int, dims: tuple[int, ...]) -> Rows:
+    def flattened(
+        self, source: Node, of: Selection, start: int, dims: tuple[int, ...]
+    ) -> MaskedRows:
         """`source` as rows. Its dims from `start` on correspond to `dims` of the mask; they are put
         in the order of the selection and flattened into one. Raises a refusal if sizes differ.
         """
@@ -99,19 +101,19 @@ class RowEdits:
                 source = self.emit(aten.permute.default, source, [*range(start), *moved, *after])
             whole = [*shape[:start], product(of.sizes(ordered)), *shape[start + len(dims) :]]
             source = self.reshaped(source, whole)
-        return Rows(source, of, ordered, start)
+        return MaskedRows(source, of, ordered, start)
 
-    def filled(self, rows: Rows) -> Rows:
+    def filled(self, rows: MaskedRows) -> MaskedRows:
         """The rows with `FILLER` in those that are not selected. Rows of integers stay as they are."""
         if not rows.node.meta["val"].is_floating_point():
             return rows
         valid = self.valid(rows, rows.dims)
         filler = self.emit(aten.full_like.default, rows.node, FILLER)
-        return Rows(
+        return MaskedRows(
             self.emit(aten.where.self, valid, rows.node, filler), rows.of, rows.dims, rows.at
         )
 
-    def valid(self, rows: Rows, dims: tuple[int, ...]) -> Node:
+    def valid(self, rows: MaskedRows, dims: tuple[int, ...]) -> Node:
         """A bool node: whether any entry of the mask is True at each index along `dims`. Its dim 0
         has the rows; further dims of size 1 broadcast it over what is behind the rows.
         """
@@ -137,7 +139,7 @@ class RowEdits:
         written = [-1 if symbolic == [k] else size for k, size in enumerate(shape)]
         return self.emit(aten.reshape.default, source, written)
 
-    def spread(self, rows: Rows, dims: tuple[int, ...]) -> Rows:
+    def spread(self, rows: MaskedRows, dims: tuple[int, ...]) -> MaskedRows:
         """The rows repeated for each index along `dims`, which contain their own dims of the mask.
         The same object if these are equal.
         """
@@ -148,19 +150,21 @@ class RowEdits:
         wide = self.reshaped(rows.node, [*before, *ones, *after])
         sizes = rows.of.sizes(dims)
         wide = self.emit(aten.expand.default, wide, [*before, *sizes, *after])
-        return Rows(self.reshaped(wide, [*before, product(sizes), *after]), rows.of, dims, rows.at)
+        return MaskedRows(
+            self.reshaped(wide, [*before, product(sizes), *after]), rows.of, dims, rows.at
+        )
 
-    def around(self, rows: Rows) -> tuple[list, list]:
+    def around(self, rows: MaskedRows) -> tuple[list, list]:
         """(sizes of the dims before the dim of rows, sizes of those behind it)."""
         shape = rows.node.meta["val"].shape
         return list(shape[: rows.at]), list(shape[rows.at + 1 :])
 
-    def masked(self, rows: Rows) -> Rows:
+    def masked(self, rows: MaskedRows) -> MaskedRows:
         """The rows spread over all dims of the mask, with 0 in those that are not selected."""
         rows = self.spread(rows, rows.of.order)
         zero = self.emit(aten.zeros_like.default, rows.node)
         kept = self.emit(aten.where.self, self.valid(rows, rows.dims), rows.node, zero)
-        return Rows(kept, rows.of, rows.dims, rows.at)
+        return MaskedRows(kept, rows.of, rows.dims, rows.at)
 
     def arranged(self, value: Node, have: list[int], wanted: tuple[int, ...], start: int) -> Node:
         """`value` with dims permuted: from `start` on it has the mask's dims in the order `have`,

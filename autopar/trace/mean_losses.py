@@ -13,10 +13,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from autopar.ir.calls import argument, argument_names, called_function
+from autopar.ops.aten import aten
 from autopar.ops.values import fake_tensor
 from autopar.trace.edit import call, is_op, product, replace
 
-aten = torch.ops.aten
 LABEL_COUNT = "label count"
 """`meta` key of the node that counts the labels of a cross-entropy."""
 

@@ -16,21 +16,21 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
+from autopar.ops.aten import aten
 from autopar.ops.values import output_nodes, result_index
 from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.complex_pairs import spell_complex
 from autopar.trace.edit import call, is_op, replace, replace_argument
-from autopar.trace.embeddings import expand_bags
 from autopar.trace.expert_loops import route_expert_loops
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.own_rows import index_own_rows
-from autopar.trace.scattered_rows import spell_masked_scatter
 from autopar.trace.selections import spell_selections
 from autopar.trace.spelling import join_slices, unify_spelling
 from autopar.trace.user_lines import line_of_node, line_of_nodes
-from autopar.trace.writes import spell_writes
+from autopar.trace.writes import spell_masked_scatter, spell_writes
 
-aten = torch.ops.aten
+_SUM, _MEAN = 0, 1
+
 _COPIES = ("to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as")
 _ASSERTIONS = (
     "_assert_tensor_metadata",
@@ -245,6 +245,81 @@ def inline_symbolic_sizes(graph: Graph) -> None:
             and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat))
         ):
             graph.erase_node(node)
+
+
+def expand_bags(graph: Graph) -> None:
+    """Rewrite, in place, embedding bags of one fixed size, such as those of 2-D ids, as rows of the
+    table that are summed or averaged per bag.
+
+    Other bags stay as they are: of variable size, with the maximum, averaged with padding, or with
+    gradients divided by counts.
+    """
+    for node in list(graph.nodes):
+        if is_op(node, "embedding_bag") and (size := _bag_size(node)):
+            bags = _rows_of_bags(graph, node, size)
+            for user in list(node.users):
+                if user.target is operator.getitem and user.args[1] == 0:
+                    user.replace_all_uses_with(bags)
+
+
+def _bag_size(node: Node) -> int:
+    """The number of ids in each bag of an embedding_bag call. 0 if it varies, or if the op does
+    more than sum or average.
+    """
+    offsets, options = node.args[2], ("scale_grad_by_freq", "include_last_offset")
+    if not (
+        isinstance(offsets, Node) and is_op(offsets, "arange") and argument(offsets, "start") == 0
+    ):
+        return 0
+    step, padding = argument(offsets, "step"), argument(node, "padding_idx")
+    plain = not any(argument(node, name, False) for name in options)
+    modes = (_SUM, _MEAN) if padding in (None, -1) else (_SUM,)
+    return step if plain and isinstance(step, int) and argument(node, "mode", _SUM) in modes else 0
+
+
+def _rows_of_bags(graph: Graph, node: Node, size: int) -> Node:
+    weight, ids, factors = node.args[0], node.args[1], argument(node, "per_sample_weights")
+    padding = argument(node, "padding_idx")
+    padding = -1 if padding is None else padding
+    with graph.inserting_before(node):
+        like = next(
+            user for user in node.users if user.target is operator.getitem and user.args[1] == 0
+        )
+        bags = call(graph, like, aten.reshape.default, ids, [-1, size])
+        rows = call(
+            graph,
+            like,
+            aten.embedding.default,
+            weight,
+            bags,
+            padding,
+            False,
+            argument(node, "sparse", False),
+        )
+        if padding != -1:
+            kept = call(
+                graph,
+                like,
+                aten.ne.Scalar,
+                call(graph, like, aten.reshape.default, ids, [-1, size, 1]),
+                padding,
+            )
+            rows = call(graph, like, aten.mul.Tensor, rows, kept)
+        if factors is not None:
+            rows = call(
+                graph,
+                like,
+                aten.mul.Tensor,
+                rows,
+                call(graph, like, aten.reshape.default, factors, [-1, size, 1]),
+            )
+        return call(
+            graph,
+            like,
+            aten.sum.dim_IntList if argument(node, "mode", _SUM) == _SUM else aten.mean.dim,
+            rows,
+            [1],
+        )
 
 
 PASSES: tuple[Callable[[Graph], tuple[str, ...] | None], ...] = (

@@ -13,10 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument, called_function
+from autopar.ops.aten import aten
 from autopar.ops.values import fake_tensor, input_node
 from autopar.trace.edit import call, is_op
 
-aten = torch.ops.aten
 _PLACES = ("reshape", "view", "unsqueeze", "expand", "to", "_to_copy")
 
 

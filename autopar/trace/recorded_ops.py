@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ops.aten import aten
 from autopar.trace.run_inputs import (
     BRANCHES,
     COMPUTES,
@@ -32,8 +33,6 @@ from autopar.trace.run_inputs import (
     below_transforms,
 )
 from autopar.trace.written_ops import called
-
-aten = torch.ops.aten
 
 
 class Effects(Protocol):

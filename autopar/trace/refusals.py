@@ -12,10 +12,10 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.ops.values import output_nodes
 from autopar.trace.captured import Captured
-from autopar.trace.copying import held
+from autopar.trace.copying import held_objects
 from autopar.trace.distributed_calls import OPS
 from autopar.trace.edit import is_op
-from autopar.trace.row_facts import above
+from autopar.trace.row_facts import ancestors
 from autopar.trace.user_lines import line_of_error, line_of_node
 
 _BATCH_IS_A_NUMBER = "your code specialized it to be a constant"
@@ -128,7 +128,7 @@ def _changed_constant(name: str, reason: str, model: nn.Module) -> str:
     """
     tensor = reason.removeprefix("Constant ").split()[0].removeprefix("model.")
     if tensor.startswith("lifted_tensor"):
-        kept = [path for path, value in held(model) if isinstance(value, torch.Tensor)]
+        kept = [path for path, value in held_objects(model) if isinstance(value, torch.Tensor)]
         which = f" ({' or '.join(map(repr, kept[:3]))})" if kept else ""
         return (
             f"forward of {name} changes a tensor in place that is no attribute of a module{which}, but in a list, an object or a "
@@ -196,7 +196,7 @@ def check_values(captured: Captured) -> None:
             )
 
 
-def check_trains(captured: Captured) -> None:
+def check_loss_trains(captured: Captured) -> None:
     """Raise AutoparError if no trained parameter is connected to the loss by ops with gradients."""
     trained = {
         node
@@ -206,7 +206,7 @@ def check_trains(captured: Captured) -> None:
     if not trained:
         return
     loss = output_nodes(captured.graph)[0]
-    found = above([loss], lambda node: [] if _is_detached(node) else node.all_input_nodes)
+    found = ancestors([loss], lambda node: [] if _is_detached(node) else node.all_input_nodes)
     if not any(node.name in trained for node in found):
         raise AutoparError(
             "the loss depends on no trained parameter: each way to one leads through detach(), no_grad or torch.func.stack_module_state, "

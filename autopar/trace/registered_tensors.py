@@ -18,7 +18,7 @@ REGISTER = "register it with its final shape and dtype, and keep them (a part ca
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegisteredTensor:
     """A registered tensor as it was before the call: the module that holds it, the name of the
     registry and the key there.
     """
@@ -30,22 +30,25 @@ class Entry:
     trained: bool
 
 
-def entries_of(model: nn.Module) -> Iterator[tuple[str, Entry]]:
+def registered_tensors(model: nn.Module) -> Iterator[tuple[str, RegisteredTensor]]:
     """Yields (name, entry) of each registered tensor, of a module's first path alone."""
     for path, module in model.named_modules():
         for kind in _KINDS:
             for key, tensor in getattr(module, kind).items():
                 if tensor is not None:
                     trained = kind == "_parameters" and tensor.requires_grad
-                    yield joined(path, key), Entry(module, kind, key, tensor, trained)
+                    yield (
+                        joined_name(path, key),
+                        RegisteredTensor(module, kind, key, tensor, trained),
+                    )
 
 
-def joined(path: str, key: str) -> str:
+def joined_name(path: str, key: str) -> str:
     """The name of what a module at `path` registers as `key`."""
     return f"{path}.{key}".lstrip(".")
 
 
-def registered_now(entry: Entry) -> Any:
+def registered_now(entry: RegisteredTensor) -> Any:
     """What is registered now in the place of `entry`; None if nothing is."""
     return getattr(entry.module, entry.kind).get(entry.key)
 
@@ -74,7 +77,7 @@ def same_module(one: nn.Module | None, other: nn.Module | None) -> bool:
     return vars(one) is vars(other)
 
 
-def put_back(entries: Collection[Entry]) -> None:
+def put_back(entries: Collection[RegisteredTensor]) -> None:
     """Register the tensors of `entries` again, in their order, before what was added since."""
     for module, kind in dict.fromkeys((entry.module, entry.kind) for entry in entries):
         registry = getattr(module, kind)

@@ -166,7 +166,7 @@ _LIBRARY.impl(
 
 def _with_limit(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """`function` (F.embedding or F.embedding_bag) without `max_norm`, its ids marked
-    (`row_limits.py`). The function returned gives None for a call without `max_norm`.
+    (`trace/row_limits.py`). The function returned gives None for a call without `max_norm`.
     """
 
     def marked(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -37,7 +37,7 @@ from autopar.ops.views import concrete
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.edit import is_op
 
-SAME, ROWS, SUM, MIXED = "same", "rows", "sum", "mixed"
+SAME, ROWS, SUM, MIXED_ROWS = "same", "rows", "sum", "mixed"
 _VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 _EQUAL_ROWS = ("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty",
                "expand", "repeat", "tile")  # fmt: skip
@@ -70,7 +70,7 @@ class Fact:
     @property
     def is_joined(self) -> bool:
         """Whether the value combines several rows: its kind is 'sum' or 'mixed'."""
-        return self.kind in (SUM, MIXED)
+        return self.kind in (SUM, MIXED_ROWS)
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class RowFacts:
         """
         fact = self.facts[node]
         if isinstance(fact, tuple):  # of an op with several results, all alike where it matters
-            return next((each for each in fact if each.kind == MIXED), fact[0])
+            return next((each for each in fact if each.kind == MIXED_ROWS), fact[0])
         return fact
 
 
@@ -142,11 +142,11 @@ def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
     def is_whole(each: Node) -> bool:
         return found.of(each).kind in (SAME, SUM)
 
-    read = above([node], lambda each: () if is_whole(each) else reads(each))
+    read = ancestors([node], lambda each: () if is_whole(each) else reads(each))
     return [each for each in read if each.op == "placeholder" and not is_whole(each)]
 
 
-def above(
+def ancestors(
     nodes: Iterable[Node],
     inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes,
 ) -> set[Node]:
@@ -314,7 +314,9 @@ class _Transfer:
             return self._of_shape()
         if self._is_last_of_running_sum():
             return Fact(SUM, known=self.known)
-        if (bad := next((fact for fact in self.facts if fact.kind == MIXED), None)) is not None:
+        if (
+            bad := next((fact for fact in self.facts if fact.kind == MIXED_ROWS), None)
+        ) is not None:
             return replace(bad, known=self.known)
         numbers = _numbers(node)
         if numbers and (self.known or not self._lift(numbers)):
@@ -334,7 +336,7 @@ class _Transfer:
         return (
             replace(fact, power=0, known=True)
             if fact.kind == ROWS
-            else Fact(MIXED, known=True, cause=self.node)
+            else Fact(MIXED_ROWS, known=True, cause=self.node)
         )
 
     def _is_last_of_running_sum(self) -> bool:
@@ -354,7 +356,7 @@ class _Transfer:
         return last and fact.kind == ROWS and not fact.power and row_dim_of(of) == dim
 
     def _mixed(self) -> Fact:
-        return Fact(MIXED, known=self.known, cause=self.node)
+        return Fact(MIXED_ROWS, known=self.known, cause=self.node)
 
     def _lift(self, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> bool:
         """Whether the batch-dependent numbers among the call's arguments, (place, value) each, can

@@ -18,7 +18,7 @@ from autopar.ir.traced import RowLimit
 from autopar.trace.captured import Captured
 from autopar.trace.edit import is_op
 from autopar.trace.loss_split import step_graph
-from autopar.trace.row_facts import above, is_random
+from autopar.trace.row_facts import ancestors, is_random
 from autopar.trace.user_lines import line_of_node
 
 _MARK = "autopar::limits_rows"
@@ -47,7 +47,7 @@ def _options(limit: RowLimit) -> tuple[str, float, float]:
 
 def _limit(captured: Captured, node: Node) -> RowLimit:
     ids, _, max_norm, norm_type = arguments(node)
-    name, nodes = captured.attributes.get(_table(node).name), above([ids])
+    name, nodes = captured.attributes.get(_table(node).name), ancestors([ids])
     if name is None:
         _refuse(node, "in a table that it computes")
     outside = {each.name for each in nodes if each.op == "placeholder"} - {*captured.input_nodes}

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.trace.python_state import contents_of
 
-ROWS = (2, 3, 1_021_020, 15_485_863)
+_ROWS = (2, 3, 1_021_020, 15_485_863)
 """Numbers of rows for which a function runs, beside that of the example batch. The small ones are
 below, and the large ones above each bound of torch, such as the end of a slice. One of the latter is
 a multiple of 1 to 18, but for 8, 9 and 16, and the other is prime.
 """
 
-WHOLE = "Write it with ops on the whole batch, in the place of a transform"
+_WHOLE = "Write it with ops on the whole batch, in the place of a transform"
 OUTSIDE = "Compute what depends on the number of rows before, and pass it in"
 BRANCHES = "which ops it runs depends on the number of rows"
 COMPUTES = "what it computes depends on the number of rows"
@@ -32,7 +32,7 @@ COMPUTES = "what it computes depends on the number of rows"
 class NotPlain(Exception):
     """A function whose ops cannot be called in its place: the reason, and what to do."""
 
-    def __init__(self, reason: str, remedy: str = WHOLE) -> None:
+    def __init__(self, reason: str, remedy: str = _WHOLE) -> None:
         super().__init__(reason)
         self.remedy = remedy
 
@@ -105,7 +105,7 @@ class Inputs:
             raise ValueError("nothing has rows")
         tensor, dim, each = self.source
         size: Any = tensor.shape[dim]
-        return tuple(dict.fromkeys((*ROWS, size.node.hint // each)))
+        return tuple(dict.fromkeys((*_ROWS, size.node.hint // each)))
 
     def number(self, values: tuple) -> Any:
         """The number in forward that has these values in `runs`: equal ones, one that the function

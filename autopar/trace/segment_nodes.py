@@ -23,10 +23,10 @@ from autopar.trace.capture import Captured
 _LEAST_OPS = 12
 """The smallest piece of a graph without blocks, in ops; smaller ones have nothing to plan."""
 
-Named = list[tuple[str, list[Node]]]
+_Named = list[tuple[str, list[Node]]]
 
 
-def nodes_of_segments(captured: Captured) -> Named:
+def nodes_of_segments(captured: Captured) -> _Named:
     """(name, nodes) of each segment, in execution order: blocks and what lies between them, or
     pieces if there are none. Needs `meta['grad']` of all nodes (`blocks.mark_differentiable`).
     """
@@ -58,7 +58,7 @@ def _block_paths(graph: Graph) -> dict[Node, str]:
     return found
 
 
-def _blocks(captured: Captured) -> Named | None:
+def _blocks(captured: Captured) -> _Named | None:
     """(name, nodes) of each segment of a graph with blocks, in execution order: 'prologue', the
     module path of each block, glue between blocks ('glue1' and so on), 'epilogue'. Empty ones are
     left out. None without blocks, or if they do not run one after the other.
@@ -146,7 +146,7 @@ def _keep_changes(
             level[node] = max((level[node], *needs))
 
 
-def _pieces(captured: Captured) -> Named:
+def _pieces(captured: Captured) -> _Named:
     """(name, nodes) of the pieces of a graph without blocks, in order. If there is no place to cut,
     all nodes as 'model'.
 
@@ -199,7 +199,7 @@ def _begins(captured: Captured, node: Node, before: Node) -> bool:
     return _trained(captured, node) and _module(node) != _module(before)
 
 
-def _named(captured: Captured, pieces: list[list[Node]]) -> Named:
+def _named(captured: Captured, pieces: list[list[Node]]) -> _Named:
     """(name, nodes) of the pieces: the module path of the first node with a trainable parameter, or
     'piece', made distinct by numbers.
     """

@@ -21,13 +21,12 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.ir.calls import argument
+from autopar.ops.aten import aten
 from autopar.ops.dims import is_symbolic, located, operands
 from autopar.ops.rules import op_dims
 from autopar.trace.edit import is_op, product
-from autopar.trace.masked_rows import Index, RowEdits, Rows, Selection, refusal
+from autopar.trace.masked_rows import Index, MaskedRows, RowEdits, Selection, refusal
 from autopar.trace.row_facts import is_random
-
-aten = torch.ops.aten
 
 
 def _notes(graph: Graph) -> tuple[str, ...]:
@@ -90,7 +89,7 @@ def _same(a: Any, b: Any) -> bool:
 
 class _Rewrite(RowEdits):
     """Rewrites one node, by `run`, that makes or reads rows of a data-dependent number. `found`
-    maps earlier nodes to what they are (`Index`, `Rows` or several), and gets this one.
+    maps earlier nodes to what they are (`Index`, `MaskedRows` or several), and gets this one.
     """
 
     def __init__(self, graph: Graph, node: Node, found: dict[Node, Any]) -> None:
@@ -159,7 +158,7 @@ class _Rewrite(RowEdits):
     # ---------------------------------------------------------------------------------- rows
 
     def _gathered(self) -> Any:
-        """The `Rows` for x[indices] or x[mask]: all rows of x, with a filler where they are not
+        """The `MaskedRows` for x[indices] or x[mask]: all rows of x, with a filler where they are not
         selected.
         """
         node = self.node
@@ -199,13 +198,13 @@ class _Rewrite(RowEdits):
 
     # ------------------------------------------------------------------------------ between
 
-    def _operands(self) -> tuple[dict[Node, Rows], Selection, tuple[int, ...]]:
+    def _operands(self) -> tuple[dict[Node, MaskedRows], Selection, tuple[int, ...]]:
         """(by operand that has rows, these rows, spread over the same dims; their selection; these
         dims of the mask). Raises a refusal if there is none, or if they belong to several
         selections.
         """
         rows = {each: self.found[each] for each in self.node.all_input_nodes if each in self.found}
-        if not rows or not all(isinstance(each, Rows) for each in rows.values()):
+        if not rows or not all(isinstance(each, MaskedRows) for each in rows.values()):
             raise refusal(self.node)
         of = next(iter(rows.values())).of
         if any(each.of is not of for each in rows.values()):
@@ -214,7 +213,7 @@ class _Rewrite(RowEdits):
         return {node: self.spread(each, dims) for node, each in rows.items()}, of, dims
 
     def _row_by_row(self) -> Any:
-        """The `Rows` of an op whose rule says that each row is computed from its own; several for
+        """The `MaskedRows` of an op whose rule says that each row is computed from its own; several for
         several results. Raises a refusal for any other op.
         """
         node = self.node
@@ -239,16 +238,16 @@ class _Rewrite(RowEdits):
             raise refusal(node)
         places_out = [located(term, letter)[0] for term in known.outputs]
         if isinstance(new.meta["val"], Tensor):
-            return Rows(new, of, dims, places_out[0])
+            return MaskedRows(new, of, dims, places_out[0])
         items = []
         for index, (val, at) in enumerate(zip(new.meta["val"], places_out, strict=True)):
             item = self.graph.call_function(operator.getitem, (new, index))
             item.meta = dict(new.meta) | {"val": val}
-            items.append(Rows(item, of, dims, at))
+            items.append(MaskedRows(item, of, dims, at))
         return _Several(items, of)
 
-    def _shaped(self, rows: Rows) -> Rows:
-        """The `Rows` of a reshape or expand that keeps the dim of rows whole. Raises a refusal for
+    def _shaped(self, rows: MaskedRows) -> MaskedRows:
+        """The `MaskedRows` of a reshape or expand that keeps the dim of rows whole. Raises a refusal for
         any other.
         """
         shape = list(self.node.meta["val"].shape)
@@ -260,10 +259,10 @@ class _Rewrite(RowEdits):
             raise refusal(self.node)
         shape[ats[0]] = product(rows.of.sizes(rows.dims))
         if is_op(self.node, "expand"):
-            return Rows(
+            return MaskedRows(
                 self.emit(aten.expand.default, rows.node, shape), rows.of, rows.dims, ats[0]
             )
-        return Rows(self.reshaped(rows.node, shape), rows.of, rows.dims, ats[0])
+        return MaskedRows(self.reshaped(rows.node, shape), rows.of, rows.dims, ats[0])
 
     # ------------------------------------------------------------------------------ the end
 
@@ -288,8 +287,8 @@ class _Rewrite(RowEdits):
         known = self.found.get(value)
         if known is None:  # the same value for all rows
             wide = self.emit(aten.expand.default, value, list(like.node.meta["val"].shape))
-            known = Rows(wide, of, like.dims, start)
-        if not isinstance(known, Rows) or known.of is not of or known.at != start:
+            known = MaskedRows(wide, of, like.dims, start)
+        if not isinstance(known, MaskedRows) or known.of is not of or known.at != start:
             raise refusal(node)
         kept = self.masked(known)
         before, after = self.around(kept)
@@ -305,7 +304,7 @@ class _Rewrite(RowEdits):
         return self.emit(aten.where.self, self.arranged(chosen, left, dims, 0), total, base)
 
     def _reduced(self) -> Any:
-        """The node of a sum or mean over selected rows, or of a loss; `Rows` if the reduction keeps
+        """The node of a sum or mean over selected rows, or of a loss; `MaskedRows` if the reduction keeps
         the dim of rows.
         """
         node = self.node
@@ -327,7 +326,7 @@ class _Rewrite(RowEdits):
         return self.emit(aten.div.Tensor, total, count)
 
     def _loss(self) -> Any:
-        """A cross-entropy over selected rows, as a node; `Rows` if it is not reduced. Labels of
+        """A cross-entropy over selected rows, as a node; `MaskedRows` if it is not reduced. Labels of
         rows that are not selected become the ignored index.
         """
         node = self.node
@@ -344,15 +343,15 @@ class _Rewrite(RowEdits):
             self.emit(aten.full_like.default, target.node, ignored),
         )
         new = self.emit(node.target, logits.node, marked, *self.args[2:], **node.kwargs)
-        return Rows(new, of, of.order, 0) if _is_unknown(node.meta["val"]) else new
+        return MaskedRows(new, of, of.order, 0) if _is_unknown(node.meta["val"]) else new
 
 
 @dataclass(frozen=True, slots=True)
 class _Several:
-    """A record of the rows of an op with several results: one `Rows` for each, in order, by `[]`."""
+    """A record of the rows of an op with several results: one `MaskedRows` for each, in order, by `[]`."""
 
-    items: list[Rows]
+    items: list[MaskedRows]
     of: Selection
 
-    def __getitem__(self, index: int) -> Rows:
+    def __getitem__(self, index: int) -> MaskedRows:
         return self.items[index]

@@ -12,11 +12,11 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument, argument_names, op_name
+from autopar.ops.aten import aten
 from autopar.ops.dims import is_symbolic, operands
 from autopar.ops.values import fake_tensor, input_node, result_index
 from autopar.trace.edit import call, is_op, replace
 
-aten = torch.ops.aten
 _ALIASES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan", "arctan2": "atan2",
     "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div", "fix": "trunc", "ger": "outer",

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.trace.checkpointed_reads import Versions
-from autopar.trace.known_values import attributes_of
+from autopar.trace.known_values import user_attributes
 from autopar.trace.registered_tensors import (
-    Entry,
+    RegisteredTensor,
     has_tensors,
-    joined,
+    joined_name,
     refuse,
     refuse_shared,
     same_module,
@@ -28,7 +28,7 @@ class ModulesBefore:
         self._children = {name: (m, dict(m._modules)) for name, m in model.named_modules()}
         self._kept = {name: set(m._non_persistent_buffers_set) for name, m in model.named_modules()}
 
-    def check(self, entries: Mapping[str, Entry]) -> None:
+    def check(self, entries: Mapping[str, RegisteredTensor]) -> None:
         """Raise AutoparError if forward replaced or removed a module with tensors, or a name.
         `entries` are the registered tensors before forward.
         """
@@ -37,26 +37,28 @@ class ModulesBefore:
                 before, after = children.get(key), module._modules.get(key)
                 if not same_module(before, after) and any(map(has_tensors, (before, after))):
                     raise AutoparError(
-                        f"forward {'adds' if before is None else 'replaces'} module {joined(path, key)!r}, whose tensors no optimizer "
+                        f"forward {'adds' if before is None else 'replaces'} module {joined_name(path, key)!r}, whose tensors no optimizer "
                         "and no checkpoint would know: make all modules in __init__, and choose among them in forward"
                     )
             for key in self._kept[path] ^ module._non_persistent_buffers_set:
-                if (name := joined(path, key)) in entries:
+                if (name := joined_name(path, key)) in entries:
                     refuse(name, "with another `persistent`", "register it once, in __init__")
             for key, parameter in module._parameters.items():
-                if parameter is not None and (name := joined(path, key)) not in entries:
+                if parameter is not None and (name := joined_name(path, key)) not in entries:
                     raise AutoparError(
                         f"forward registers parameter {name!r}, which no optimizer would know: register it in __init__"
                     )
 
 
-def check_attributes(entries: Mapping[str, Entry], before: Mapping[str, dict[str, Any]]) -> None:
+def check_attributes(
+    entries: Mapping[str, RegisteredTensor], before: Mapping[str, dict[str, Any]]
+) -> None:
     """Raise AutoparError if forward sets an attribute of a registered tensor. `before` has the
     attributes before forward, by the name of the tensor.
     """
     missing = object()
     for name, entry in entries.items():
-        now, old = attributes_of(entry.tensor), before[name]
+        now, old = user_attributes(entry.tensor), before[name]
         for key in {**old, **now}:
             if now.get(key, missing) is not old.get(key, missing):
                 raise AutoparError(
@@ -65,7 +67,7 @@ def check_attributes(entries: Mapping[str, Entry], before: Mapping[str, dict[str
                 )
 
 
-def check_sharing(entries: Mapping[str, Entry], now: Mapping[str, Tensor]) -> None:
+def check_sharing(entries: Mapping[str, RegisteredTensor], now: Mapping[str, Tensor]) -> None:
     """Raise AutoparError unless exactly those names share memory that shared it before. `now` are
     the tensors after forward, by name.
     """
@@ -82,7 +84,7 @@ def check_sharing(entries: Mapping[str, Entry], now: Mapping[str, Tensor]) -> No
             refuse_shared(name, repr(holder), "")
 
 
-def check_ties(entries: Mapping[str, Entry], before: Versions, now: Versions) -> None:
+def check_ties(entries: Mapping[str, RegisteredTensor], before: Versions, now: Versions) -> None:
     """Raise AutoparError if forward changes a tensor that has several names. torch.export fails."""
     firsts: dict[int, str] = {}
     for name, entry in entries.items():

@@ -13,10 +13,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.trace.row_facts import above
+from autopar.ops.aten import aten
+from autopar.trace.row_facts import ancestors
 from autopar.trace.run_inputs import NotPlain
-
-aten = torch.ops.aten
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class TracedPart:
         if mode is None:
             raise NotPlain("it is computed outside of forward")
         known, first, last = nodes.known(), nodes.ends(inputs, 0), nodes.ends(outputs, -1)
-        behind = above(first, lambda node: list(node.users))
+        behind = ancestors(first, lambda node: list(node.users))
 
         def is_end(node: Node) -> bool:
             return node in first or node.op != "call_function" or not (node in behind or node not in known)  # fmt: skip
@@ -118,14 +117,14 @@ def _with_writes(
     Raises NotPlain for a write into an end, or a part of one.
     """
     reads = lambda node: [] if is_end(node) else node.all_input_nodes  # noqa: E731
-    needed = above(last, reads)
+    needed = ancestors(last, reads)
     while True:
         more = set()
         for node in graph.nodes:
             if node not in needed and _is_mutable(node):
-                written = above([node.args[0]], reads)
+                written = ancestors([node.args[0]], reads)
                 if any(not is_end(each) for each in written & needed):
-                    more |= above([node], reads)
+                    more |= ancestors([node], reads)
         for node in needed | more:
             if _is_mutable(node) and not is_end(node) and is_end(_root(node.args[0], is_end)):
                 raise NotPlain(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._prims_common import get_computation_dtype
 
-aten = torch.ops.aten
+from autopar.ops.aten import aten
 
 
 def called(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

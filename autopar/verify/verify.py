@@ -46,12 +46,12 @@ from autopar.ops.values import ops
 from autopar.planning.model_facts import calls_of, divisors, num_experts
 from autopar.request.pins import check_pin_names
 from autopar.request.software import Software
-from autopar.runtime.engine import PRECISIONS, Engine
+from autopar.runtime.engine import PRECISION_DTYPES, Engine
 from autopar.runtime.ranks.launch import WorkerError, run_workers
 from autopar.verify.report import MeshReport, VerifyReport
 from autopar.verify.widened import Widened
 
-TOLERANCE = {"fp64": (1e-9, 1e-12), "fp32": (1e-4, 1e-7)}
+TOLERANCES = {"fp64": (1e-9, 1e-12), "fp32": (1e-4, 1e-7)}
 """By precision: the largest allowed update-relative error, and the absolute error that is always
 allowed.
 """
@@ -63,7 +63,7 @@ are longer throw a network with norms into a region where rounding errors grow w
 FIRST_RATE, RATES_TRIED = 0.5, 10
 DEFAULT_SEQ = 12
 
-Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
+ModelFactory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class FactorySpec(ModelSpec):
     for `verify` from Python.
     """
 
-    factory: Factory
+    factory: ModelFactory
 
     @classmethod
-    def of(cls, factory: Factory) -> FactorySpec:
+    def of(cls, factory: ModelFactory) -> FactorySpec:
         """The spec of a factory (a function that returns (model, example inputs)), named after it.
         Does not call it.
         """
@@ -132,7 +132,7 @@ class Case:
 
 
 def verify(
-    model: ModelSpec | Factory,
+    model: ModelSpec | ModelFactory,
     nproc: int = 4,
     pin: Mapping[str, Any] | None = None,
     precision: str = "fp64",
@@ -170,8 +170,8 @@ def verify(
     spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
     spec = spec.shrunk() if shrink else spec
     pin, progress = dict(pin or {}), progress or (lambda text: None)
-    if precision not in TOLERANCE:
-        raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {shown(precision)}")
+    if precision not in TOLERANCES:
+        raise AutoparError(f"verify runs in {' or '.join(TOLERANCES)}, not in {shown(precision)}")
     if nproc < 1 or steps < 1:
         raise AutoparError(f"nproc={nproc} and steps={steps} must be at least 1")
     check_pin_names(pin)
@@ -189,7 +189,7 @@ def verify(
         model=spec.name,
         precision=precision,
         nproc=nproc,
-        tolerance=TOLERANCE[precision][0],
+        tolerance=TOLERANCES[precision][0],
         learning_rate=case.learning_rate,
         moved=case.moved,
         reference_losses=case.losses,
@@ -211,7 +211,7 @@ def _rounding(setup: Setup, case: Case) -> float:
     ]
     with widened(setup.precision):
         _, after, _ = _train(setup, replace(case, batches=batches), case.learning_rate)
-    return compare(case.before, case.after, after, setup.precision)[0]
+    return compare_training(case.before, case.after, after, setup.precision)[0]
 
 
 def free_network(devices: int) -> ClusterSpec:
@@ -320,7 +320,7 @@ def make_case(setup: Setup) -> Case:
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
-        model = setup.spec.build("cpu", PRECISIONS[setup.precision])
+        model = setup.spec.build("cpu", PRECISION_DTYPES[setup.precision])
     finally:
         torch.set_rng_state(state)
     _disturb(model)
@@ -371,7 +371,7 @@ def _batches(setup: Setup) -> list[dict[str, Tensor]]:
         batch = setup.spec.example_inputs(setup.rows, setup.seq, "cpu")
         for name, tensor in batch.items():
             if tensor.is_floating_point():
-                batch[name] = tensor.to(PRECISIONS[setup.precision])
+                batch[name] = tensor.to(PRECISION_DTYPES[setup.precision])
             elif setup.spec.vocab and name in ("input_ids", "labels") and tensor.dim() == 2:
                 batch[name] = torch.randint(0, setup.spec.vocab, tensor.shape, generator=generator)
         labels = batch.get("labels")
@@ -389,11 +389,11 @@ def _optimizer(rate: float) -> Callable:
     return lambda parameters: torch.optim.SGD(parameters, rate, momentum=0.9)
 
 
-Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
+_Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
 """(parameters before training, parameters after, losses)."""
 
 
-def _train(setup: Setup, case: Case, rate: float) -> Trained:
+def _train(setup: Setup, case: Case, rate: float) -> _Trained:
     """(tensors before, tensors after, losses) of training a copy of the case's model on its batches
     on one device, in eager mode, with the learning rate `rate`. The tensors are those of `_kept`.
     """
@@ -438,7 +438,7 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 def _train_by_engine(
     setup: Setup, case: Case, rate: float, number: int = 1, dp: int = 1
-) -> Trained:
+) -> _Trained:
     """(tensors before, tensors after, losses) as from `_train`, but by autopar's engine on one
     device, which draws the random numbers that every plan draws.
 
@@ -496,7 +496,7 @@ def _verify_plan(
     loss_error = max(relative_error(a, b) for pairs in of_ranks for a, b in pairs)
     return replace(
         report,
-        exact=max(worst, loss_error) <= TOLERANCE[setup.precision][0],
+        exact=max(worst, loss_error) <= TOLERANCES[setup.precision][0],
         worst_error=worst,
         worst_tensor=tensor,
         loss_error=loss_error,
@@ -536,7 +536,7 @@ def rank_errors(
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text), compile)
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
-    worst, tensor = compare(case.before, after, engine.full_state_dict(), setup.precision)
+    worst, tensor = compare_training(case.before, after, engine.full_state_dict(), setup.precision)
     return worst, tensor, losses
 
 
@@ -553,14 +553,14 @@ def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = Fals
     return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), **chosen)
 
 
-def compare(
+def compare_training(
     before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str
 ) -> tuple[float, str]:
     """(largest update-relative error of `state` against `after`, name of its tensor). An error is
     divided by the update `after` - `before`, or by a small allowance if that is more. The error of
     a tensor that is missing, has another shape or contains NaN is infinite.
     """
-    tolerance, absolute = TOLERANCE[precision]
+    tolerance, absolute = TOLERANCES[precision]
     errors = {}
     for name, expected in after.items():
         if name not in state or state[name].shape != expected.shape:

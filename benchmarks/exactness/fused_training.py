@@ -24,7 +24,7 @@ from autopar.runtime.ranks.launch import WorkerError, run_workers
 from autopar.verify.verify import (
     Case,
     Setup,
-    compare,
+    compare_training,
     expected_of,
     free_network,
     make_case,
@@ -230,12 +230,12 @@ def rank_errors(
         engine = make_engine(replace(case, model=copy.deepcopy(case.model)), Plan.from_json(text))
         own = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
         state = engine.full_state_dict()
-        update, tensor = compare(case.before, after, state, setup.precision)
+        update, tensor = compare_training(case.before, after, state, setup.precision)
         whole = Errors(relative_error(own[0], losses[0]), update, tensor)
         if mode == "off":
             first, unfused = own[0], {name: state[name].clone() for name in after}
             found[mode] = whole, None
         else:
-            update, tensor = compare(case.before, unfused, state, setup.precision)
+            update, tensor = compare_training(case.before, unfused, state, setup.precision)
             found[mode] = whole, Errors(relative_error(own[0], first), update, tensor)
     return found

@@ -40,10 +40,10 @@ from autopar.ops.dims import is_symbolic
 from autopar.ops.values import ops
 from autopar.runtime.engine import Engine
 from autopar.runtime.ranks.launch import WorkerError, run_workers
-from autopar.verify.verify import TOLERANCE as TOLERANCES
 from autopar.verify.verify import (
+    TOLERANCES,
     Setup,
-    compare,
+    compare_training,
     free_network,
     make_case,
     make_engine,
@@ -247,7 +247,7 @@ def _rank(rank: int, setup: Setup, plan_text: str) -> RankResult:
     with counting() as counter:
         losses = [float(engine.step(engine.local_batch(case.batches[0])))]
     losses += [float(engine.step(engine.local_batch(batch))) for batch in case.batches[1:]]
-    worst, tensor = compare(case.before, case.after, engine.full_state_dict(), PRECISION)
+    worst, tensor = compare_training(case.before, case.after, engine.full_state_dict(), PRECISION)
     held = {name: local.numel() for name, local in local_matrices(engine)}
     return RankResult(
         worst,

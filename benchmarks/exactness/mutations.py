@@ -40,8 +40,7 @@ from autopar.rewrite.lowerings.kept_shards import GatheredAgain, gathered_again
 from autopar.rewrite.root import module_name
 from autopar.rewrite.shape_check import verify_program
 from autopar.runtime.engine import Engine
-from autopar.verify.verify import TOLERANCE as TOLERANCES
-from autopar.verify.verify import Case, compare, make_engine, relative_error
+from autopar.verify.verify import TOLERANCES, Case, compare_training, make_engine, relative_error
 from benchmarks.exactness.inner_mutations import (
     COMMUNICATING,
     KINDS,
@@ -485,7 +484,9 @@ class Trial:
             )
             if any_rank(wrong):
                 return RAISED if any_rank(raised) else DIFFERS
-        error, _ = compare(self.case.before, self.case.after, self.engine.full_state_dict(), "fp64")
+        error, _ = compare_training(
+            self.case.before, self.case.after, self.engine.full_state_dict(), "fp64"
+        )
         return DIFFERS if any_rank(not error <= TOLERANCE) else EXACT
 
     def _parted(self) -> bool:

@@ -23,7 +23,14 @@ from autopar.api import plan as make_plan
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 from autopar.runtime.ranks.launch import WorkerPool
-from autopar.verify.verify import Case, Setup, compare, free_network, make_case, relative_error
+from autopar.verify.verify import (
+    Case,
+    Setup,
+    compare_training,
+    free_network,
+    make_case,
+    relative_error,
+)
 from benchmarks.exactness.model_zoo import SEQ, ZooModel
 
 STEPS, LIMIT, ROWS, LAYERS, PRECISION = 20, 0.5, 8, 4, "fp64"
@@ -152,7 +159,7 @@ def on_a_rank(
             float(engine.step(engine.local_batch(case.batches[step % len(case.batches)])))
         )
         schedule.step()
-    return *compare(case.before, after, engine.full_state_dict(), PRECISION), losses
+    return *compare_training(case.before, after, engine.full_state_dict(), PRECISION), losses
 
 
 def run_optimizer(run: Run) -> Found:

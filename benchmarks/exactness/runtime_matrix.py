@@ -40,7 +40,7 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 from autopar.verify.verify import (
-    TOLERANCE,
+    TOLERANCES,
     Case,
     Setup,
     expected_of,
@@ -245,7 +245,7 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
     )
     if loss_error > worst:
         worst, tensor = loss_error, "the loss"
-    return outcome("exact" if worst <= TOLERANCE[PRECISION][0] else "failed", "", worst, tensor)
+    return outcome("exact" if worst <= TOLERANCES[PRECISION][0] else "failed", "", worst, tensor)
 
 
 def run_cells(cells: Iterable[Cell]) -> Iterator[Outcome]:
@@ -302,7 +302,7 @@ def run_optimizers() -> bool:
     exact = True
     for run in RUNS:
         found = run_optimizer(run)
-        agrees = max(found.error, found.loss_error) <= TOLERANCE[PRECISION][0]
+        agrees = max(found.error, found.loss_error) <= TOLERANCES[PRECISION][0]
         exact &= agrees
         print(
             f"{run.text}: {'exact' if agrees else 'failed'}; parameters {found.error:.1e} ({found.tensor}), {len(found.losses)} losses "

@@ -19,7 +19,7 @@ from autopar.predict.command import predict_files
 from autopar.predict.evaluate import evaluate
 from autopar.predict.machines import device_of
 from autopar.predict.score import Scored, mape, mean
-from autopar.text.measured import ALL, FILE, KINDS, Run, kind_of
+from autopar.text.measured import ANY_LAYOUT, FILE, PLAN_KINDS, PublishedRun, plan_kind
 
 HEAD = """\
 # Errors of predicted step times against published runs, by kind of plan, and the runs.
@@ -28,12 +28,12 @@ HEAD = """\
 """
 
 
-def run_of(result: Scored, fitted: bool) -> Run:
+def run_of(result: Scored, fitted: bool) -> PublishedRun:
     """What reports say of a run."""
     run = result.run
     dims, by = run.dims, run.degrees
     assert result.time_error is not None and run.measured.step_time_s is not None
-    return Run(
+    return PublishedRun(
         id=run.id,
         source=run.source,
         device=device_of(run.machine.gpu),
@@ -52,11 +52,11 @@ def run_of(result: Scored, fitted: bool) -> Run:
     )
 
 
-def kinds(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def kinds(runs: Sequence[PublishedRun]) -> list[dict[str, Any]]:
     """A row for each kind and for all runs: number of runs, mean absolute error, bias, share within 10 %."""
     rows = []
-    for kind in (*KINDS, ALL):
-        errors = [run.error for run in runs if kind in (kind_of(run), ALL)]
+    for kind in (*PLAN_KINDS, ANY_LAYOUT):
+        errors = [run.error for run in runs if kind in (plan_kind(run), ANY_LAYOUT)]
         if errors:
             rows.append(
                 {
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("fitted", nargs="+")
     parser.add_argument("--unseen", nargs="*", default=[])
     args = parser.parse_args()
-    runs: list[Run] = []
+    runs: list[PublishedRun] = []
     for paths, fitted in ((args.fitted, True), (args.unseen, False)):
         found = predict_files(paths, evaluate, lambda text: print(text, file=sys.stderr))
         runs += [

@@ -28,8 +28,8 @@ if not __package__:  # as a script
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.predict.evaluate import case_of, plan_freely, price
-from autopar.predict.models import spec_of
+from autopar.predict.evaluate import case_of, plan_freely, price_run
+from autopar.predict.models import spec_of_run
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.runs import read_runs
 from autopar.text.plan_words import short_words
@@ -76,12 +76,12 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
     start, pinned = time.perf_counter(), None
     try:
         case = case_of(run)
-        pinned = price(case)
+        pinned = price_run(case)
         if run.dims.one_layer:
             raise AutoparError("it timed one layer alone, for which nothing can be planned")
         memory_bytes = max(case.cluster.device.memory_bytes, ceil(ROOM * pinned.peak_memory_bytes))
         task = (
-            replace(spec_of(run), name=""),
+            replace(spec_of_run(run), name=""),
             run.dims.seq,
             run.global_batch,
             case.cluster,

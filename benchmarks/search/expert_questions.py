@@ -39,8 +39,9 @@ from autopar.ir.cluster_parts import check_keys
 from autopar.ir.plan import Plan
 from autopar.ir.yaml_text import read_yaml
 from autopar.models import parse_model
+from autopar.request.options import TOLERANCE
 from autopar.request.pins import Pins
-from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
+from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.text.device_words import fullest_rank, misfit_chance
 from autopar.text.plan_words import choice_words, short_words
 from autopar.text.units import gap_words, gib, ms, percent

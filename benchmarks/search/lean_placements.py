@@ -10,7 +10,7 @@ from itertools import product
 from operator import add, le
 
 from autopar.ir.annotated import AnnotatedModel, Conversion
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from benchmarks.search.exhaustive_oracle import (
     Cost,
     Placed,
@@ -56,8 +56,8 @@ class Way:
     """
 
     numbers: tuple[int, ...]
-    need: Layout
-    have: Layout | None
+    need: AxisLayout
+    have: AxisLayout | None
     costs: tuple[Cost, ...]
     size: tuple[float, ...]
     alike: tuple[int, ...]

@@ -32,7 +32,7 @@ from autopar.ir.annotated import (
     Strategy,
 )
 from autopar.ir.mesh import MeshShape
-from autopar.ir.sharding import RP, Layout, P, R, S
+from autopar.ir.sharding import RP, AxisLayout, P, R, S
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
 LAYOUTS = (RP, P, S(0), S(1))
@@ -182,7 +182,7 @@ class Task:
 
     def conversions(
         self, rng: random.Random, candidate: Candidate
-    ) -> dict[tuple[Layout, Layout], Conversion]:
+    ) -> dict[tuple[AxisLayout, AxisLayout], Conversion]:
         scale = 0.3 * candidate.micro_batch
         return {
             (a, b): Conversion(scale * rng.randint(0, 4), scale * rng.randint(0, 4))
@@ -340,7 +340,7 @@ class _Drawing:
             return replace(block, ops=tuple(_selective(op, shares[op.name]) for op in block.ops))
         return block
 
-    def layouts(self, most: int) -> list[Layout]:
+    def layouts(self, most: int) -> list[AxisLayout]:
         """Random layouts for the strategies of an op, `most` at most. The first is replicated, so
         that some placement can always run.
         """
@@ -348,7 +348,7 @@ class _Drawing:
         self.budget[0] //= wanted
         return [R, *self.rng.sample(self.task.palette[1:], wanted - 1)]
 
-    def size(self, size_bytes: int, layout: Layout) -> int:
+    def size(self, size_bytes: int, layout: AxisLayout) -> int:
         return max(
             size_bytes * self.at.micro_batch // (self.at.mesh.tp if layout.is_shard else 1), 1
         )

@@ -17,11 +17,12 @@ from autopar.ir.mesh import AXES
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.planning.model_facts import divisors
+from autopar.request.options import TOLERANCE
 from autopar.request.pins import Pins, is_recompute, pin_text
-from autopar.request.plan_request import TOLERANCE, PlanRequest, choose_precision
+from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 from autopar.targets.job import ModelShape
-from autopar.targets.model_shape import shape_of
+from autopar.targets.model_shape import shape_of_spec
 from autopar.targets.registry import restriction_of, target_of
 
 MODELS = {
@@ -95,7 +96,7 @@ class Asked:
             return request
         generation = request.cluster.one_kind.device.generation
         software = target_of(self.target).software_for(generation, compute=request.precision)
-        shape = shape_of(parse_model(self.model)) or ModelShape()
+        shape = shape_of_spec(parse_model(self.model)) or ModelShape()
         limits = restriction_of(self.target, shape, self.seq)
         return replace(request, software=software).within(limits)
 

@@ -47,8 +47,9 @@ from autopar.explaining.runners_up import none_words
 from autopar.ir.mesh import DEGREES, MeshShape
 from autopar.ir.plan import Plan
 from autopar.planning.candidates import candidates_for
+from autopar.request.options import TOLERANCE
 from autopar.request.pins import pin_text
-from autopar.request.plan_request import TOLERANCE, PlanRequest
+from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search.families import family_of
 from autopar.text.plan_words import short_words

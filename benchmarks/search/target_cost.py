@@ -29,7 +29,7 @@ from autopar.cli.session import Planner
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.jobs.export import exported_job
-from autopar.jobs.pricing import pins_of, unlimited
+from autopar.jobs.pricing import layout_pins, unlimited
 from autopar.targets.job import Layout
 from autopar.targets.registry import TARGETS, target_of
 from autopar.text.device_words import fullest_rank
@@ -107,7 +107,7 @@ def recipe_plan(planner: Planner, layout: Layout) -> Plan:
     """The plan with a layout, on devices with unlimited memory."""
     cluster = planner.cluster.one_kind
     layers = planner.spec.num_layers
-    pins = pins_of(
+    pins = layout_pins(
         replace(layout, global_batch=planner.request.global_batch), cluster.num_devices, layers
     )
     return planner.plan(pins, cluster=unlimited(cluster), within_target=False)

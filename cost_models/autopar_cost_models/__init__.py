@@ -41,7 +41,6 @@ from autopar_cost_models.topology import (
     home_of,
     node_preset,
 )
-from autopar_cost_models.version import COST_MODEL_VERSION
 
 __all__ = [
     "COLLECTIVES",
@@ -95,3 +94,8 @@ __all__ = [
     "splits_backward",
     "static_bytes",
 ]
+
+COST_MODEL_VERSION = "16"
+"""The version of the cost models. Plans record it, since predictions of different versions are not
+comparable.
+"""

@@ -11,7 +11,7 @@ from typing import SupportsFloat, TypeGuard
 
 from autopar_cost_models.echo import LONGEST_WORD, shortened, shown
 
-MOST = 10**18
+_MOST = 10**18
 """The largest allowed count or size: an exabyte, or more operations than any training step has."""
 
 
@@ -21,10 +21,12 @@ def is_whole(value: object, least: int = 1, most: float = inf) -> TypeGuard[int]
 
 
 def whole(name: str, value: object, least: int = 1) -> int:
-    """`value` if it is an int from `least` to `MOST` (a bool is not); otherwise ValueError."""
-    if not is_whole(value, least, MOST):
+    """`value` if it is an int from `least` to `_MOST` (a bool is not); otherwise ValueError."""
+    if not is_whole(value, least, _MOST):
         limit = (
-            f">= {least}" if not isinstance(value, int) or value < least else f"of at most {MOST:,}"
+            f">= {least}"
+            if not isinstance(value, int) or value < least
+            else f"of at most {_MOST:,}"
         )
         raise ValueError(f"{name}={shown(value)} must be a whole number {limit}")
     return value

@@ -17,7 +17,7 @@ from autopar_cost_models.echo import shown
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 LINK_KINDS = ("plain", "nvlink", "pcie", "network")
-MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
+MEASURED_TRANSFERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 """The transfers for which a link may have measured curves."""
 
 
@@ -210,7 +210,7 @@ class Link:
     means none.
 
     `curves` are measured and replace all of the above for groups inside a node. They map a transfer
-    (one of `MEASURED`) to ranks of the group, to a curve of seconds by bytes. The bytes are those
+    (one of `MEASURED_TRANSFERS`) to ranks of the group, to a curve of seconds by bytes. The bytes are those
     of the whole tensor; for point_to_point, which has only ranks 2, those of the message.
     """
 
@@ -259,9 +259,9 @@ def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
         )
     found: dict[str, dict[int, Curve]] = {}
     for name, by_ranks in given.items():
-        if name not in MEASURED:
+        if name not in MEASURED_TRANSFERS:
             raise ValueError(
-                f"link curves of {shown(name)}: the transfer is unknown; {nearest(name, list(MEASURED))}"
+                f"link curves of {shown(name)}: the transfer is unknown; {nearest(name, list(MEASURED_TRANSFERS))}"
             )
         if not isinstance(by_ranks, dict) or not by_ranks:
             raise ValueError(

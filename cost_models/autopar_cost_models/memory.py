@@ -50,7 +50,7 @@ from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
 from autopar_cost_models.echo import shown
 
-RECIPES: dict[str, tuple[int, int, int]] = {
+BYTES_PER_PARAMETER: dict[str, tuple[int, int, int]] = {
     "fp32": (4, 4, 8),
     "fp64": (8, 8, 16),
     "bf16": (2, 4, 12),
@@ -69,7 +69,7 @@ STATE_RECIPES: dict[str, tuple[int, int, int]] = {
     "8bit_moments": (2, 4, 6),
     "bf16_only": (2, 2, 4),
 }
-"""Like `RECIPES`, for 16-bit training in other frameworks, by recipe name."""
+"""Like `BYTES_PER_PARAMETER`, for 16-bit training in other frameworks, by recipe name."""
 
 OFFLOADS = ("none", "optimizer", "parameters")
 """What lies in host memory: nothing, the optimizer state, or parameters and optimizer state."""
@@ -112,7 +112,7 @@ def static_bytes(
     if offload not in OFFLOADS:
         raise ValueError(f"offload={shown(offload)} is not known; {' and '.join(OFFLOADS)} are")
     parameter, gradient, optimizer = (
-        _entry(RECIPES, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
+        _entry(BYTES_PER_PARAMETER, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
     )
     shard = -(-numel // dp)
     owned = shard if zero >= 1 else numel

@@ -11,14 +11,57 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from autopar_cost_models.catalogue import CARD_LINKS, DEVICES
-from autopar_cost_models.instances import instance_of
 from autopar_cost_models.topology import NODES, home_of
 
-MOST_SUGGESTIONS = 4
+_WHOLE = {
+    "p3dn.24xlarge": "aws-p3dn",
+    "p4d.24xlarge": "aws-p4d",
+    "p4de.24xlarge": "aws-p4de",
+    "p5.48xlarge": "aws-p5",
+    "p5e.48xlarge": "aws-p5e",
+    "p5en.48xlarge": "aws-p5en",
+    "p6-b200.48xlarge": "aws-p6-b200",
+    "g5.48xlarge": "aws-g5",
+    "g6.48xlarge": "aws-g6",
+    "a2-highgpu-8g": "gcp-a2-high",
+    "a2-ultragpu-8g": "gcp-a2-ultra",
+    "a3-highgpu-8g": "gcp-a3-high",
+    "a3-megagpu-8g": "gcp-a3-mega",
+    "a3-ultragpu-8g": "gcp-a3-ultra",
+    "a4-highgpu-8g": "gcp-a4-high",
+    "nd96asr_v4": "azure-nd-a100-v4",
+    "nd96amsr_a100_v4": "azure-ndm-a100-v4",
+    "nd96isr_h100_v5": "azure-nd-h100-v5",
+    "nd96isr_h200_v5": "azure-nd-h200-v5",
+    "nd96isr_mi300x_v5": "azure-nd-mi300x-v5",
+}
+"""Node presets by the name of the instance."""
+
+_CARDS = {1: ("", "2", "4", "8", "16"), 4: ("12", "24")}
+"""Numbers of GPUs of Amazon's g5 and g6 instances, by the factor of their sizes."""
+
+_PARTS: dict[str, tuple[str, int]] = {
+    **{f"g5.{size}xlarge": ("a10g", n) for n, sizes in _CARDS.items() for size in sizes},
+    **{f"g6.{size}xlarge": ("l4", n) for n, sizes in _CARDS.items() for size in sizes},
+    **{f"g4dn.{size}xlarge": ("t4", 1) for size in _CARDS[1]},
+    "g4dn.12xlarge": ("t4", 4),
+    "g4dn.metal": ("t4", 8),
+    "p3.2xlarge": ("v100-16g", 1),
+    "p5.4xlarge": ("h100", 1),
+    **{f"a2-highgpu-{n}g": ("a100-40g", n) for n in (1, 2, 4)},
+    **{f"a2-ultragpu-{n}g": ("a100-80g", n) for n in (1, 2, 4)},
+    **{f"a3-highgpu-{n}g": ("h100", n) for n in (1, 2, 4)},
+    "nc24ads_a100_v4": ("a100-pcie-80g", 1),
+    "nc48ads_a100_v4": ("a100-pcie-80g", 2),
+    "nc96ads_a100_v4": ("a100-pcie-80g", 4),
+}
+"""(device, number) of instances that are a part of a node."""
+
+_MOST_SUGGESTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class _Reading:
     """What a text names: `count` nodes of the preset `name`, or devices of that name on one node.
 
     `name` is '' if the text names nothing or several entries; `suggestions` are then texts that
@@ -36,7 +79,7 @@ class Reading:
         return f"{self.name}:{self.count}"
 
 
-def read_hardware(text: str) -> Reading:
+def read_hardware(text: str) -> _Reading:
     """What a text such as `8 x A100 80G` or `p5.48xlarge:2` names."""
     plain = " ".join(text.lower().split())
     nodes, devices, kind = _counted(plain)
@@ -45,11 +88,11 @@ def read_hardware(text: str) -> Reading:
     for number, name in (((1, plain),) if ":" not in plain else ()) + ((devices, kind),):
         found = entries_of(name)
         if len(found) == 1:
-            return Reading(found[0], number)
+            return _Reading(found[0], number)
         if instance := instance_of(name):
             return _instance(*instance, number)
     near = entries_of(kind) or near_entries(kind)
-    return Reading("", devices, _suggestions(near, max(devices, 1)), kind)
+    return _Reading("", devices, _suggestions(near, max(devices, 1)), kind)
 
 
 def device_named(name: str) -> str:
@@ -84,14 +127,14 @@ def near_entries(name: str) -> list[str]:
         return []
     known = {_squeezed(entry): (entry,) for entry in (*DEVICES, *NODES)} | _MODELS
     begins = [entry for key in known if key.startswith(model) for entry in known[key]]
-    keys = get_close_matches(model, known, n=MOST_SUGGESTIONS, cutoff=0.6)
+    keys = get_close_matches(model, known, n=_MOST_SUGGESTIONS, cutoff=0.6)
     return list(dict.fromkeys([*begins, *(entry for key in keys for entry in known[key])]))
 
 
 def _suggestions(entries: list[str], count: int) -> tuple[str, ...]:
     """Texts for entries of the catalogue, with a number of devices or nodes near `count`."""
     texts = []
-    for name in entries[:MOST_SUGGESTIONS]:
+    for name in entries[:_MOST_SUGGESTIONS]:
         home = home_of(name) if name in DEVICES else None
         if home is not None and count > home.devices_per_node:
             texts.append(f"{home.name}:{-(-count // home.devices_per_node)}")
@@ -122,22 +165,22 @@ def _counted(text: str) -> tuple[int, int, str]:
     return 0, 1, text
 
 
-def _on_nodes(kind: str, nodes: int, per_node: int) -> Reading:
+def _on_nodes(kind: str, nodes: int, per_node: int) -> _Reading:
     """`nodes` nodes of `per_node` devices, if these are the device's usual nodes."""
     found = entries_of(kind)
     homes = [home_of(name) for name in found if name in DEVICES]
     if len(found) == 1 and homes and homes[0] and homes[0].devices_per_node == per_node:
-        return Reading(homes[0].name, nodes)
-    return Reading("", suggestions=_suggestions(found or near_entries(kind), nodes * per_node))
+        return _Reading(homes[0].name, nodes)
+    return _Reading("", suggestions=_suggestions(found or near_entries(kind), nodes * per_node))
 
 
-def _instance(name: str, devices: int, number: int) -> Reading:
+def _instance(name: str, devices: int, number: int) -> _Reading:
     """`number` instances of a cloud with `devices` devices each; 0 devices are a whole preset."""
     if devices == 0:
-        return Reading(name, number)
+        return _Reading(name, number)
     if number == 1:
-        return Reading(name, devices)
-    return Reading("", suggestions=_suggestions([name], devices * number))
+        return _Reading(name, devices)
+    return _Reading("", suggestions=_suggestions([name], devices * number))
 
 
 # ------------------------------------------------------------------------------------------- words
@@ -247,3 +290,13 @@ def _nodes() -> dict[str, list[str]]:
 
 
 _NODES = _nodes()
+
+
+def instance_of(name: str) -> tuple[str, int] | None:
+    """(node preset, 0) of an instance that is a whole node, (device, number) of one that is a part;
+    None if the name is none of either.
+    """
+    text = re.sub(r"^(standard[_ -]|aws[ -]|gcp[ -]|azure[ -]|ml\.)", "", name.strip().lower())
+    if text in _WHOLE:
+        return _WHOLE[text], 0
+    return _PARTS.get(text)

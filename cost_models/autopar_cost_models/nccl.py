@@ -21,7 +21,7 @@ from math import ceil, log2
 
 from autopar_cost_models.hardware import Link
 
-MICRO = 1e-6
+_MICRO = 1e-6
 _PROTOCOLS = ("LL", "LL128", "Simple")
 _RING_BASE = (6.6, 14.0, 8.4)
 _TREE_BASE = (6.8, 14.0, 8.4)
@@ -64,7 +64,7 @@ class Path:
         """Microseconds of one step over a link of a protocol, given by its index in (LL, LL128,
         Simple). `table` has NCCL's latencies by link kind.
         """
-        return table[link.kind][protocol] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)
+        return table[link.kind][protocol] * link.latency_s / (_RING_STEP[link.kind][1] * _MICRO)
 
 
 def ring_s(size_bytes: float, passes: int, path: Path) -> float:
@@ -84,7 +84,7 @@ def ring_s(size_bytes: float, passes: int, path: Path) -> float:
             us += inside * (max(step_us, _POST[protocol]) if path.nodes > 1 else step_us)
         if between:
             us += between * path.step_us(network, path.inter, protocol)
-        times.append(us * MICRO + moved_bytes / (path.rate_Bps * _RING_SHARE[protocol]))
+        times.append(us * _MICRO + moved_bytes / (path.rate_Bps * _RING_SHARE[protocol]))
     return min(times)
 
 
@@ -99,7 +99,7 @@ def tree_all_reduce_s(size_bytes: float, path: Path) -> float:
         )
         if path.ranks_per_node > 1:
             us += 2 * (path.ranks_per_node - 1) * path.step_us(_TREE_STEP, path.intra, protocol)
-        times.append(us * MICRO + 2 * size_bytes / (path.rate_Bps * _TREE_SHARE[protocol]))
+        times.append(us * _MICRO + 2 * size_bytes / (path.rate_Bps * _TREE_SHARE[protocol]))
     return min(times)
 
 
@@ -107,7 +107,7 @@ def in_switch_all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
     """Seconds of an all-reduce inside the NVLink switch (NVLS). Each GPU sends its tensor once and
     its share of the result, and receives as much: size * (1 + 1/n) bytes in each direction.
     """
-    return _NVLS_US * MICRO + size_bytes * (1 + 1 / ranks) / (
+    return _NVLS_US * _MICRO + size_bytes * (1 + 1 / ranks) / (
         link.bandwidth_Bps * link.multicast_efficiency
     )
 
@@ -119,9 +119,9 @@ def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
     return min(
         (
             _RING_BASE[p]
-            + _RING_STEP[link.kind][p] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)
+            + _RING_STEP[link.kind][p] * link.latency_s / (_RING_STEP[link.kind][1] * _MICRO)
         )
-        * MICRO
+        * _MICRO
         + size_bytes / (rate_Bps * _RING_SHARE[p])
         for p in (0, 2)
     )
@@ -129,4 +129,4 @@ def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
 
 def base_s(protocol: str = "Simple") -> float:
     """Start-up seconds of any collective under this protocol."""
-    return _RING_BASE[_PROTOCOLS.index(protocol)] * MICRO
+    return _RING_BASE[_PROTOCOLS.index(protocol)] * _MICRO

@@ -28,7 +28,7 @@ WALK = 1000  # marks for which there is always time: more of a lap, then more ro
 PERIOD = 3  # most rounds after which marks are asked whether they move alike
 ALIKE = 1e-11  # of a moment: by so much the moves of marks may differ
 
-Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]
+_Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]
 """(anchor, duration, since, source, way): an operation at which the path may change ranks.
 
 The durations of an anchor are numbered: forwards by lap, then backwards by lap, then weight
@@ -168,7 +168,7 @@ def _walk_s(
 @lru_cache(maxsize=256)
 def _marks(
     order: Order, anchors: tuple[int, ...]
-) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
+) -> tuple[list[_Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
     """Three lists. The first has the marks of all anchors, each after the marks it waits for. The
     second has, for each anchor, (duration, how often) of its operations after its last mark. The
     third has, for each round, the indices of the marks of forwards.
@@ -187,7 +187,7 @@ def _marks(
     queue.sort()
     place: dict[tuple[int, int, int, int], int] = {}
     done = [[0] * (kinds * chunks) for _ in anchors]
-    marks: list[Mark] = []
+    marks: list[_Mark] = []
     for _, backward, _, a, number, offset in queue:
         now = _done_before(order, anchors[a], backward, number * lap + offset)[: kinds * chunks]
         duration = backward * chunks + number % chunks

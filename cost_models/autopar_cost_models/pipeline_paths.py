@@ -25,7 +25,7 @@ from autopar_cost_models.pipeline_order import Order
 Rows = list[list[float]]
 """Seconds of one operation, indexed [rank][lap of a round]."""
 
-SPREAD = 4
+_SPREAD = 4
 """Number of ranks, spread over the pipeline, that are always considered."""
 
 
@@ -77,8 +77,8 @@ def pivot_path_s(
 
 
 def spread(ranks: int) -> tuple[int, ...]:
-    """Up to `SPREAD` ranks, evenly spread over a pipeline and including the first and the last."""
-    count = min(SPREAD, ranks)
+    """Up to `_SPREAD` ranks, evenly spread over a pipeline and including the first and the last."""
+    count = min(_SPREAD, ranks)
     return tuple((ranks - 1) * part // max(count - 1, 1) for part in range(count))
 
 

@@ -24,7 +24,7 @@ from autopar_cost_models.checks import positive, whole
 from autopar_cost_models.echo import shown
 from autopar_cost_models.stage_times import StageTimes
 
-KINDS = {
+_KINDS = {
     "F": "forward",
     "B": "backward",
     "I": "backward to the input",
@@ -34,7 +34,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of a rank: `kind` (a key of `KINDS`) of one virtual stage on one micro-batch. It
+    """One action of a rank: `kind` (a key of `_KINDS`) of one virtual stage on one micro-batch. It
     prints as torch prints it: `3F0`.
     """
 
@@ -43,9 +43,9 @@ class Action:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in _KINDS:
             raise ValueError(
-                f"unknown kind of action {shown(self.kind)}; known: {', '.join(KINDS)}"
+                f"unknown kind of action {shown(self.kind)}; known: {', '.join(_KINDS)}"
             )
         whole("stage", self.stage, least=0)
         whole("micro_batch", self.micro_batch, least=0)
@@ -131,7 +131,7 @@ class _Ranks:
             action = todo[self.position[rank]]
             needs = _needs(action, len(self.stages))
             kind, stage, micro_batch = next(item for item in needs if item not in self.here[rank])
-            what = "gradient" if kind == "I" and action.kind != "W" else KINDS[kind]
+            what = "gradient" if kind == "I" and action.kind != "W" else _KINDS[kind]
             raise ValueError(
                 f"deadlock: rank {rank} waits at action {self.position[rank]} of {len(todo)}, {action}, "
                 f"for the {what} of stage {stage}, micro-batch {micro_batch}, that never comes"

@@ -30,7 +30,7 @@ from autopar_cost_models import catalogue as cat
 from autopar_cost_models.checks import nearest, positive, text, whole
 from autopar_cost_models.echo import shown
 from autopar_cost_models.fitted import FITTED, FittedConstants
-from autopar_cost_models.hardware import MEASURED, Device, Link
+from autopar_cost_models.hardware import MEASURED_TRANSFERS, Device, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Topology:
             for ranks in range(2, self.devices_per_node + 1)
             if self.devices_per_node % ranks == 0
         ]
-        for name in MEASURED:
+        for name in MEASURED_TRANSFERS:
             measured = self.intra.curves.get(name, {})
             wanted = [2] if sizes and name == "point_to_point" else sizes
             missing = [ranks for ranks in wanted if ranks not in measured]

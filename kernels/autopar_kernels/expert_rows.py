@@ -39,7 +39,7 @@ def _gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None, dtype: torc
         if weights is not None:
             chosen = chosen * weights.to(wide).unsqueeze(-1)
         return out.copy_(chosen.sum(1))
-    from autopar_kernels.expert_row_kernels import gather_sum_kernel
+    from autopar_kernels.row_kernels import gather_sum_kernel
 
     (count, choices), columns = index.shape, rows.shape[1]
     tile = tile_of(columns, "element", rows.device)
@@ -72,7 +72,7 @@ def _gather_dot(rows: Tensor, index: Tensor, other: Tensor, dtype: torch.dtype) 
     if not runs_kernel(rows, other):
         wide = accumulation_dtype(rows, other)
         return out.copy_((rows[index].to(wide) * other.to(wide).unsqueeze(1)).sum(-1))
-    from autopar_kernels.expert_row_kernels import gather_dot_kernel
+    from autopar_kernels.row_kernels import gather_dot_kernel
 
     columns = rows.shape[1]
     tile = tile_of(columns, "walk_pair", rows.device)

@@ -31,7 +31,7 @@ from autopar_kernels.registration import (
 )
 
 _OPS = torch.ops.autopar
-REDUCTIONS = ("none", "sum", "mean")
+_REDUCTIONS = ("none", "sum", "mean")
 
 
 def _layout(logits: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
@@ -333,8 +333,8 @@ def reduced(loss: Tensor, scales: Tensor, reduction: str) -> Tensor:
     Raises:
         ValueError: the reduction is unknown.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction {reduction!r} is not one of {', '.join(_REDUCTIONS)}")
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / scales.sum()

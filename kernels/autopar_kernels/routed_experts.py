@@ -29,7 +29,7 @@ from torch import Tensor
 
 from autopar_kernels.expert_rows import combine_rows, permute_rows
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 # ------------------------------------------------------------------------------------------------------------------- activations
 
@@ -209,7 +209,7 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor 
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
 
-def _flops(left: Shape, right: Shape, *rest: object, out_shape: Shape, **kwargs: object) -> int:
+def _flops(left: _Shape, right: _Shape, *rest: object, out_shape: _Shape, **kwargs: object) -> int:
     """FLOPs of a grouped product, as if every row were in a slice: 2 x S x I x O."""
     return 2 * left[0] * left[1] * out_shape[-1]
 

@@ -33,7 +33,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if not runs_kernel(parts) or parts.numel() == 0 or dtype == torch.float64:
         wide = accumulation_dtype(parts)
         return parts.sum(0, dtype=wide).to(dtype)
-    from autopar_kernels.sum_kernels import sum_few_kernel, sum_many_kernel
+    from autopar_kernels.row_kernels import sum_few_kernel, sum_many_kernel
 
     flat = parts.reshape(parts.shape[0], -1)
     count, columns = flat.shape

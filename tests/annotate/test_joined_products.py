@@ -9,8 +9,8 @@ import torch
 from autopar_cost_models import DEVICES
 from torch.fx import Graph
 
-from autopar.annotate.joined_products import joined_outputs
-from autopar.annotate.kernels import Product, kernels_of
+from autopar.annotate.call_kernels import joined_outputs
+from autopar.annotate.kernels import MatrixProduct, kernels_of
 from autopar.request.software import Software
 
 
@@ -54,7 +54,7 @@ def test_parts_take_the_time_of_the_whole(dtype):
     """In fp8 that is less than apart, since the input is cast once."""
     software = Software(matmul_dtype=dtype)
     kernels = kernels_of(DEVICES["h100"], "bf16", software)
-    whole = Product(m=4096, n=6144, k=4096, parameter=1, fp8=dtype is not None)
+    whole = MatrixProduct(m=4096, n=6144, k=4096, parameter=1, fp8=dtype is not None)
     parts = [replace(whole, n=n, joined=6144 / n) for n in (4096, 1024, 1024)]
     times = [kernels.product(part) for part in parts]
     together = kernels.product(whole)

@@ -37,7 +37,7 @@ from autopar.models import parse_model
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
 from autopar.request.software import Joins, Software
-from autopar.solve.costs.placement_cost import price
+from autopar.solve.costs.placement_cost import price_placement
 from autopar.solve.integer_program.placement_solver import solve_placement
 
 SEQ, HIDDEN, HEADS, KEY_HEADS, FFN, VOCAB = 4096, 4096, 32, 8, 14336, 128256
@@ -527,10 +527,10 @@ def test_the_pin_of_sequence_parallelism_shards_matrices(llama):
 def test_parts_add_up(llama):
     model = annotated(llama, MeshShape(dp=2, tp=4))
     solution = solve_placement(model, None)
-    priced = price(model, solution.choices)
+    priced = price_placement(model, solution.choices)
     assert sum(priced.time_parts.values()) == pytest.approx(priced.time_s)
     assert 0 < priced.communication_s < priced.time_s
-    one = price(
+    one = price_placement(
         annotated(llama, MeshShape(dp=8)),
         solve_placement(annotated(llama, MeshShape(dp=8)), None).choices,
     )
@@ -836,7 +836,7 @@ def test_a_framework_may_add_to_every_pass_over_a_layer(llama, recompute, passes
         model = llama.annotate(
             Setting(MeshShape(dp=1), 1, 4, 0, recompute, "bf16", CLUSTER, software=software)
         )
-        return price(
+        return price_placement(
             model, [{op.name: op.strategies[0].name for op in block.ops} for block in model.classes]
         ).time_s
 

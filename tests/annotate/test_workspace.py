@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.annotate.backward_peak import BackwardOp, backward_workspace
+from autopar.annotate.activations import BackwardOp, backward_workspace
 from autopar.errors import AutoparError
 from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig

@@ -16,8 +16,8 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import EDITED
+from autopar.planning.plan_model import check_plan
 from autopar.planning.planner import plan_traced
-from autopar.planning.saved_plan import check_plan
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 

@@ -14,7 +14,7 @@ from autopar import api
 from autopar.annotate.annotator import annotator_of
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
-from autopar.explaining.plan_report import explain
+from autopar.explaining.plan_report import plan_text
 from autopar.ir.annotated import Strategy
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -82,7 +82,7 @@ def test_parameters_are_gathered_inside_nodes_where_the_links_between_them_are_s
 def test_a_hybrid_plan_is_saved_told_replayed_and_audited():
     plan, request = planned(), request_of(PIN)
     assert Plan.from_json(plan.to_json()) == plan and plan.shard == 4
-    assert "shared out by groups of 4 of 8 data-parallel ranks" in explain(
+    assert "shared out by groups of 4 of 8 data-parallel ranks" in plan_text(
         plan
     ) and "ZeRO-3 over 4" in layout_words(plan)
     assert "choices: shard 4 -> 0" in [

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.compare import Entry, compare
+from autopar.explaining.compare import ComparedPlan, compare
 from autopar.explaining.lints import lint
-from autopar.explaining.plan_report import explain
+from autopar.explaining.plan_report import plan_text
 from autopar.explaining.robust import scenarios_of
 from autopar.explaining.why_not import why_not
 from autopar.ir.cluster import Cluster, ClusterSpec, MixedCluster
@@ -199,7 +199,7 @@ def test_questions_about_plans_are_answered_or_refused():
     answer = why_not(plan_on, cluster, {"micro_batch": 4})
     assert answer.pinned is not None and answer.differs == "micro_batch" and answer.pinned.devices
     assert [
-        isinstance(entry, Entry)
+        isinstance(entry, ComparedPlan)
         for entry in compare(plan_on, cluster, [{"deal": "0-1"}, {"dp": 4}], [])
     ] == [True, True, False]
     for finding in lint(plan_on({}, cluster), cluster, traced()):
@@ -213,7 +213,7 @@ def test_questions_about_plans_are_answered_or_refused():
 
 def test_explain_says_who_has_what(monkeypatch):
     plan = planned(**ONE)
-    shown = " ".join(explain(plan).split())
+    shown = " ".join(plan_text(plan).split())
     for words in (
         "Ranks of the pipeline",
         "of 79.65 GiB",

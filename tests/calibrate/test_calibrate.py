@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar.api
 from autopar.calibrate import measure, operations
-from autopar.calibrate.cluster import assemble, calibrate, merged
+from autopar.calibrate.cluster import assembled_cluster, calibrate, merged_curve
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -31,7 +31,7 @@ def measured() -> ClusterSpec:
     return calibrate(4, "cpu", QUICK)
 
 
-KERNELS = measure.Kernels("cpu", 2**33, 1, "cpu", {"fp32": [(1e4, 1e-5), (1e6, 2e-5), (1e9, 1e-2)]},
+KERNELS = measure.KernelMeasurements("cpu", 2**33, 1, "cpu", {"fp32": [(1e4, 1e-5), (1e6, 2e-5), (1e9, 1e-2)]},
                           [(12.0, 5e-6), (3e6, 1e-3), (3e8, 2e-1)], 5e-6)  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def made_up(ranks: int = 4) -> ClusterSpec:
         for name in cm.COLLECTIVES
     }
     transfers["point_to_point"] = {2: [points] * ranks}
-    return assemble("cpu", [KERNELS] * ranks, transfers if ranks > 1 else {})
+    return assembled_cluster("cpu", [KERNELS] * ranks, transfers if ranks > 1 else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------- curves
@@ -80,12 +80,14 @@ def test_curves_with_holes_are_refused(points, message):
 
 
 def test_merged_takes_medians_and_pools_what_only_noise_can_do():
-    assert merged([[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]) == (
+    assert merged_curve(
+        [[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]
+    ) == (
         (1, 1.0),
         (2, 6.5),
         (3, 6.5),
     )
-    assert merged([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == (
+    assert merged_curve([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == (
         (1, 2.0),
         (2, 2.0),
         (3, 2.0),
@@ -136,13 +138,13 @@ def test_an_operation_costs_what_a_layer_more_takes():
 
 def test_on_cpu_every_point_has_the_cost_of_an_operation():
     slow = replace(KERNELS, operation_s=2e-5)
-    device = assemble("cpu", [KERNELS, slow, slow], {}).device
+    device = assembled_cluster("cpu", [KERNELS, slow, slow], {}).device
     assert device.launch_s == 2e-5 and device.dispatch_s is None
     assert [seconds for _, seconds in device.memory_curve] == pytest.approx(
         [2e-5, 1.015e-3, 2.00015e-1]
     )
     assert device.matmul_curves["fp32"][0] == pytest.approx((1e4, 2.5e-5))
-    device = assemble("cuda", [slow], {}).device
+    device = assembled_cluster("cuda", [slow], {}).device
     assert (device.launch_s, device.dispatch_s) == (5e-6, 2e-5)
     assert device.memory_curve == tuple(KERNELS.memory)
 

@@ -16,7 +16,7 @@ import autopar
 from autopar import Plan
 from autopar.cli.plan_commands import cli, parse_pins
 from autopar.errors import AutoparError
-from autopar.explaining import explain, plan_data
+from autopar.explaining import plan_data, plan_text
 from autopar.models import parse_model
 
 EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]
@@ -124,7 +124,7 @@ def test_explain_says_when_a_plan_runs():
             "--json",
         ).stdout
     )
-    assert plan.runnable == "" and "cannot run" not in explain(plan)
+    assert plan.runnable == "" and "cannot run" not in plan_text(plan)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from support.effort import every
 
 import autopar
-from autopar.cli.options import software_from, software_like
+from autopar.cli.options import software_from
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import MadeFor
 from autopar.models import parse_model
 from autopar.request.software import Software
+from autopar.targets.asked_software import software_like
 from autopar.text.plan_words import named_cluster
 from autopar.text.training_words import training_of, training_words
 
@@ -141,7 +142,7 @@ def test_an_accelerator_without_bf16_computes_in_fp16():
 
 def test_a_framework_decides_what_its_parts_do_not():
     parts = software_from({"fp8_scaling": "block", "loss_kernel": "plain"})
-    at = "dgx-h100:1", {"zero": 3, "dp": 8}, "bf16"
+    at = ClusterSpec.parse("dgx-h100:1"), {"zero": 3, "dp": 8}, "bf16"
     fsdp = software_like("torchtitan", parts, *at)
     assert (fsdp.state_recipe, fsdp.root_unit, fsdp.matmul_dtype, fsdp.fp8_scaling) == (
         "fsdp",

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from autopar.cli.options import search, software_words
+from autopar.cli.options import search_options, software_words
 from autopar.request.software import Software
 
 PINS = "tp=2,dp=2,pp=1,zero=1"
@@ -22,7 +22,7 @@ def software_of(*words: str) -> Software:
     @click.option("--cluster")
     @click.option("--pin")
     @click.option("--target")
-    @search
+    @search_options
     def command(software, framework, **_):
         assert framework == dict(pairwise(words)).get("--software")
         found.append(software)

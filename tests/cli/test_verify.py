@@ -16,7 +16,7 @@ from autopar.ir.mesh import COPIES
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
 from autopar.runtime.state import gradients
-from autopar.verify.verify import compare, verify
+from autopar.verify.verify import compare_training, verify
 from autopar.verify.widened import Widened
 
 CONFIGS = {
@@ -181,11 +181,11 @@ def test_compare_finds_wrong_missing_and_nan_tensors():
         {"a": torch.zeros(2), "b": torch.zeros(2)},
         {"a": torch.ones(2), "b": torch.ones(2)},
     )
-    assert compare(before, after, after, "fp64")[0] == 0.0
+    assert compare_training(before, after, after, "fp64")[0] == 0.0
     wrong = {"a": torch.ones(2), "b": torch.full((2,), 1.5)}
-    assert compare(before, after, wrong, "fp64") == (pytest.approx(0.5), "b")
-    assert compare(before, after, {"b": torch.ones(2)}, "fp64") == (float("inf"), "a")
-    assert compare(
+    assert compare_training(before, after, wrong, "fp64") == (pytest.approx(0.5), "b")
+    assert compare_training(before, after, {"b": torch.ones(2)}, "fp64") == (float("inf"), "a")
+    assert compare_training(
         before, after, {"a": torch.full((2,), float("nan")), "b": torch.ones(2)}, "fp64"
     ) == (float("inf"), "a")
 

@@ -22,7 +22,7 @@ from autopar.ir.sharding import R, S
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.recheck.audit import Audit, audit
-from autopar.recheck.plan_costs import segments_of
+from autopar.recheck.plan_costs import priced_segments
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from benchmarks.exactness.model_zoo import ZooModel
@@ -202,7 +202,7 @@ def altered(plan: Plan, block: int, name: str, **changes) -> Plan:
 
 def other_strategies(plan: Plan, block: int):
     """(op, another strategy of it) of a block."""
-    _, segments = segments_of(plan, traced_of(LLAMA), request_of(dict(PIPE), 9.0))
+    _, segments = priced_segments(plan, traced_of(LLAMA), request_of(dict(PIPE), 9.0))
     segment = next(
         s
         for s, of in zip(segments, traced_of(LLAMA).segments, strict=True)
@@ -330,7 +330,7 @@ def test_tied_parameters_must_be_stored_alike():
     pins = (("pp", 1), ("tp", 2), ("zero", 0), ("micro_batch", 2), ("recompute", "none"))
     plan = planned(GPT, pins)
     check(audited(GPT, pins))
-    base, segments = segments_of(plan, traced_of(GPT), request_of(dict(pins)))
+    base, segments = priced_segments(plan, traced_of(GPT), request_of(dict(pins)))
     (number, name), *_ = base.shared[0].paying
     payer = base.segments[number]
     op = next(op for op in base.classes[payer].ops if op.name == name)

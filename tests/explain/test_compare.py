@@ -10,8 +10,8 @@ from support.explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError
 from autopar.explaining.compare import (
+    ComparedPlan,
     CompareTable,
-    Entry,
     Impossible,
     check_compared,
     compare,
@@ -28,7 +28,9 @@ def test_the_best_comes_first_and_the_impossible_with_its_reason():
     entries = compare(t.plan, t.cluster, [{"tp": 2}, {"tp": 3}, {"tp": 4, "recompute": "full"}], [])
     assert [entry.name for entry in entries] == ["best", "tp=2", "tp=3", "tp=4,recompute=full"]
     assert isinstance(entries[2], Impossible) and "does not divide 8" in entries[2].reason
-    times = [entry.plan.predicted.step_time_s for entry in entries if isinstance(entry, Entry)]
+    times = [
+        entry.plan.predicted.step_time_s for entry in entries if isinstance(entry, ComparedPlan)
+    ]
     assert times[0] == min(times)
     data = json.loads(json.dumps(compare_data(entries, t.cluster)))
     assert [entry["ratio"] for entry in data] == [
@@ -110,7 +112,8 @@ def test_saved_plans_are_compared_if_they_are_for_the_same_task():
     entries = {entry.name: entry for entry in compare(t.plan, t.cluster, [], saved)}
     assert entries["own"].plan is own and not entries["own"].note
     assert (
-        isinstance(entries["stale"], Entry) and "predicted by cost model 0" in entries["stale"].note
+        isinstance(entries["stale"], ComparedPlan)
+        and "predicted by cost model 0" in entries["stale"].note
     )
     reasons = {
         "model": "is for GPT",

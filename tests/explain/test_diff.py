@@ -8,7 +8,7 @@ import pytest
 from support.explain_tasks import task, text_of, words_of
 
 from autopar.explaining.diff import diff, diff_table
-from autopar.explaining.plan_report import explain
+from autopar.explaining.plan_report import plan_text
 from autopar.ir.fusion import Fusion
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import staleness
@@ -132,9 +132,9 @@ def test_a_stale_plan_is_noted_where_it_is_shown():
     stale = replace(base(), cost_model_version="0")
     assert staleness(base()) == "" and "predicted by cost model 0" in staleness(stale)
     assert (
-        "This plan was predicted by cost model 0" in explain(stale)
-        and "cost model" not in explain(base()).partition("space")[0]
+        "This plan was predicted by cost model 0" in plan_text(stale)
+        and "cost model" not in plan_text(base()).partition("space")[0]
     )
-    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in explain(
+    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in plan_text(
         base()
     )

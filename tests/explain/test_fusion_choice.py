@@ -8,8 +8,8 @@ import pytest
 from support.explain_tasks import Task, task, words_of
 from support.fusion_graphs import traced
 
-from autopar.explaining.fusion_report import fusion_table
 from autopar.explaining.lints import lint
+from autopar.explaining.plan_report import fusion_table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.fusion import FUSE_MODES
 from autopar.ir.plan import Plan

@@ -8,12 +8,12 @@ import pytest
 from support.explain_tasks import task
 
 from autopar import api
-from autopar.cli.options import software_like
 from autopar.explaining.gains import HOME, HOME_LEAST, LEAST, gains, home
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
+from autopar.targets.asked_software import software_like
 
 MODEL = "llama:layers=2,hidden=1024,heads=8,vocab=4096,seq=512"
 
@@ -74,7 +74,7 @@ def test_the_home_is_what_the_options_plan():
         "micro_batch": plan.micro_batch,
         "recompute": plan.recompute,
     }
-    software = software_like(HOME, Software(), "h100:4", {}, "bf16", "megatron")
+    software = software_like(HOME, Software(), cluster, {}, "bf16", "megatron")
     under = replace(request, pin=Pins.of(pins), software=software)
     again_s = api.plan_traced(traced, under).predicted.step_time_s
     assert again_s == pytest.approx(found.step_time_s, rel=0.02)

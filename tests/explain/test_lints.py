@@ -11,7 +11,7 @@ from support.explain_tasks import Task, task, words_of
 from torch import nn
 
 from autopar import api
-from autopar.explaining.lints import BUBBLE, FILLED, Finding, lint
+from autopar.explaining.lints import BUBBLE, FILLED, LintFinding, lint
 from autopar.explaining.plan_report import plan_table
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.software import Software
@@ -29,11 +29,11 @@ def deep() -> Task:
     return task("llama:layers=4,hidden=32,heads=4,vocab=128", "h100:8", 16, 32)
 
 
-def named(findings: list[Finding], name: str) -> list[Finding]:
+def named(findings: list[LintFinding], name: str) -> list[LintFinding]:
     return [finding for finding in findings if finding.lint == name]
 
 
-def found(t: Task, pin: dict, name: str) -> list[Finding]:
+def found(t: Task, pin: dict, name: str) -> list[LintFinding]:
     return named(lint(t.plan(pin), t.cluster, t.traced), name)
 
 
@@ -175,7 +175,7 @@ def test_the_host_is_that_of_the_software():
     pin = {"micro_batch": 1, "recompute": "none"}
     (usual,) = found(t, pin, "host-bound")
 
-    def bound(**software: Any) -> list[Finding]:
+    def bound(**software: Any) -> list[LintFinding]:
         plan = api.plan(
             t.model,
             t.cluster,

@@ -9,9 +9,19 @@ import pytest
 import autopar
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.text.measured import ALL, KINDS, Run, device_errors, evidence, kind_of, measured
+from autopar.text.measured import (
+    ANY_LAYOUT,
+    PLAN_KINDS,
+    PublishedRun,
+    device_errors,
+    evidence,
+    measured,
+    plan_kind,
+)
 
-RUN = Run(id="a", source="b", device="h100", devices=8, seq=4096, step_time_s=1.0, error=0.1)
+RUN = PublishedRun(
+    id="a", source="b", device="h100", devices=8, seq=4096, step_time_s=1.0, error=0.1
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +44,16 @@ def plan() -> Plan:
     ],
 )
 def test_kinds_do_not_overlap(changes, kind):
-    assert kind_of(replace(RUN, **changes)) == kind in KINDS
+    assert plan_kind(replace(RUN, **changes)) == kind in PLAN_KINDS
     run = replace(RUN, **changes)
-    assert Run(**run.as_data()) == run
+    assert PublishedRun(**run.as_data()) == run
 
 
 def test_the_shipped_errors_are_those_of_the_shipped_runs():
     kinds, runs = measured()
-    assert len(runs) > 100 and {kind_of(run) for run in runs} <= set(KINDS)
+    assert len(runs) > 100 and {plan_kind(run) for run in runs} <= set(PLAN_KINDS)
     for kind, row in kinds.items():
-        errors = [abs(run.error) for run in runs if kind in (kind_of(run), ALL)]
+        errors = [abs(run.error) for run in runs if kind in (plan_kind(run), ANY_LAYOUT)]
         assert (row.runs, row.mean_error) == (
             len(errors),
             pytest.approx(sum(errors) / len(errors), abs=1e-4),
@@ -55,7 +65,7 @@ def test_the_shipped_errors_are_those_of_the_shipped_runs():
 def test_a_report_names_the_error_and_the_nearest_run(plan):
     found = evidence(plan, "h100")
     assert found is not None and found.error.kind == "tensor parallelism"
-    assert kind_of(found.nearest) == "tensor parallelism" and found.same_device
+    assert plan_kind(found.nearest) == "tensor parallelism" and found.same_device
     shown = " ".join(str(autopar.explain(plan)).split())
     assert "such predictions off by" in shown and found.nearest.id in shown
     other = evidence(plan, "t4")

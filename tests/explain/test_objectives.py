@@ -18,8 +18,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.planning.objectives import (
+    LEAST_MEMORY_TOLERANCE,
     MOST_NODES,
-    TOLERANCE,
     Goal,
     choose,
     chosen_data,
@@ -116,7 +116,7 @@ def test_the_memory_is_within_the_tolerance_of_the_least_of_all_candidates():
         least_of_all(t, t.cluster),
     )
     assert found.value == max(found.plan.predicted.peak_memory_bytes)
-    assert found.bound < found.value <= (1 + TOLERANCE) * least
+    assert found.bound < found.value <= (1 + LEAST_MEMORY_TOLERANCE) * least
     with pytest.raises(NoPlanFits):
         t.plan({"pp": 1}, t.cluster.with_memory(int(found.bound)))
     assert (
@@ -222,7 +222,7 @@ def test_the_least_memory_is_found_whatever_the_planner_says_of_it(least, exact,
 
     found = chosen_by(Goal("memory"), plan_on, task().cluster)
     assert (
-        found.bound < least <= found.value <= (1 + TOLERANCE) * found.bound
+        found.bound < least <= found.value <= (1 + LEAST_MEMORY_TOLERANCE) * found.bound
         and found.proven
         and len(found.tried) < 40
     )

@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.recheck.plan_costs import StageCost, plan_costs
-from autopar.recheck.replay import Replay, held_bytes, replay
+from autopar.recheck.replay import Replay, peak_held_bytes, replay
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 
@@ -220,7 +220,7 @@ def test_what_a_list_of_actions_holds():
               StageCost(StageTimes(1, 2), 20, 1, 1, 0, 8))  # fmt: skip
 
     def held(text: str) -> tuple[int, int]:
-        return held_bytes(
+        return peak_held_bytes(
             [Action(word[1], int(word[0]), int(word[2])) for word in text.split()], stages
         )
 

@@ -10,13 +10,13 @@ from support.explain_tasks import task
 
 import autopar
 from autopar.explaining.certificate import proof_words
-from autopar.explaining.plan_report import explain, facts_data
+from autopar.explaining.plan_report import facts_data, plan_text
 from autopar.explaining.run_lines import run_lines
 from autopar.ir.cluster import ClusterSpec, plain_data
 from autopar.ir.plan_fields import OUT_OF_TIME
 from autopar.planning.remedies import Ask, Remedies
 from autopar.text.device_words import misfit_advice
-from autopar.text.recompute_words import recompute_words
+from autopar.text.plan_words import recompute_words
 from autopar.text.units import count, ms
 
 
@@ -28,7 +28,7 @@ def test_a_block_is_named_by_its_own_segments():
         replace(layers, segments=layers.segments[:1]),
         replace(layers, segments=layers.segments[1:], recompute="full"),
     ]
-    shown = explain(replace(plan, blocks=(first, *apart, last)))
+    shown = plan_text(replace(plan, blocks=(first, *apart, last)))
     assert f"Block {layers.segments[1]}, recompute full" in shown
 
 
@@ -41,7 +41,7 @@ def test_a_mixed_plan_says_which_layers_recompute_how():
     ]
     mixed = replace(plan, recompute="mixed", blocks=(plan.blocks[0], *blocks, plan.blocks[2]))
     words = "mixed: layers 0-2, 11 full; layers 3, 10 selective"
-    assert recompute_words(mixed) == words and words in explain(mixed)
+    assert recompute_words(mixed) == words and words in plan_text(mixed)
     assert recompute_words(plan) == plan.recompute == "none"
     head = replace(plan.blocks[2], segments=("norm",), recompute="full")
     stages = tuple(tuple(f"layers.{k}" for k in layers) for layers in ((0, 1, 2, 3), (11, 10)))
@@ -71,7 +71,7 @@ def test_a_plan_that_may_not_fit_says_so_first():
     for share, is_risk in ((1 - HEADROOM, False), (0.9, True)):
         held = (int(share * memory),) * plan.mesh.pp
         full = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=held))
-        first = explain(full, cluster=at).splitlines()[0]
+        first = plan_text(full, cluster=at).splitlines()[0]
         assert first.startswith("Risk: a chance of ") == is_risk
         assert ("risk" in facts_data(full, at)) == is_risk
     assert "--fit 0.95 " in first
@@ -81,7 +81,7 @@ def test_a_bound_of_zero_bounds_nothing():
     plan = task().plan({"tp": 4})
     unproved = replace(plan.certificate, bound_s=0.0, gap=1.0, status="feasible")
     assert "lower bound none in time" in " ".join(
-        explain(replace(plan, certificate=unproved)).split()
+        plan_text(replace(plan, certificate=unproved)).split()
     )
 
 
@@ -92,7 +92,7 @@ def test_a_gap_that_time_does_not_close_is_said_so():
     open_ = replace(plan.certificate, gap=0.01, status="feasible")
     for meshes, more in ((entries, False), (late, True)):
         own = replace(plan, certificate=replace(open_, meshes=meshes))
-        words = " ".join(explain(own).split())
+        words = " ".join(plan_text(own).split())
         assert (
             ("a higher --time-limit" in words) == ("in the time limit" in proof_words(own)) == more
         )

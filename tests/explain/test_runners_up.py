@@ -15,8 +15,8 @@ from support.explain_tasks import task, words_of
 
 from autopar import api
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.compare import CompareTable, Entry, compare
-from autopar.explaining.plan_report import explain, plan_data
+from autopar.explaining.compare import ComparedPlan, CompareTable, compare
+from autopar.explaining.plan_report import plan_data, plan_text
 from autopar.explaining.runners_up import none_words, preference_words, simplicity_of_plan, why
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -24,7 +24,7 @@ from autopar.ir.plan import Plan
 from autopar.planning import planner
 from autopar.request.pins import Pins, pins_of_entry
 from autopar.request.plan_request import PlanRequest
-from autopar.solve.search import families, fixed_candidates
+from autopar.solve.search import families, steps
 from autopar.solve.search.families import FAMILIES
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.workers import Team
@@ -101,7 +101,7 @@ def test_a_plan_that_only_the_search_has_is_the_best_of_its_family(monkeypatch):
     (tp,) = (one for one in plan.certificate.runners_up if one["family"] == "TP")
     least_s = min(one["time_s"] for one in plan.certificate.meshes if (one["time_s"] or 0) > 1)
     assert tp["time_s"] == least_s and tp["mesh"]["tp"] > 1 and tp["breakdown"] is None
-    assert "slower" in why(plan, tp) and "TP" in explain(plan)
+    assert "slower" in why(plan, tp) and "TP" in plan_text(plan)
     assert Plan.from_json(plan.to_json()).certificate.runners_up == plan.certificate.runners_up
 
 
@@ -285,13 +285,13 @@ def test_simpler_plans_without_time_are_said(monkeypatch):
 @pytest.mark.parametrize("late", [False, True])
 def test_pinned_stages_say_whether_time_ended_the_solver(monkeypatch, late):
     """Simpler plans are not looked for with pinned stages, and none is said to be missing."""
-    real = fixed_candidates.solve_prepared
+    real = steps.solve_prepared
 
     def solve(*args):
         found = real(*args)
         return replace(found, status="feasible") if late and hasattr(found, "status") else found
 
-    monkeypatch.setattr(fixed_candidates, "solve_prepared", solve)
+    monkeypatch.setattr(steps, "solve_prepared", solve)
     plan = _planned.__wrapped__(0.02, (("pp", 2), ("stages", "even"), ("recompute", "none")))
     assert plan.certificate.is_cut == late
     assert plan.certificate.tolerance == 0 and preference_words(plan) == ""
@@ -299,13 +299,13 @@ def test_pinned_stages_say_whether_time_ended_the_solver(monkeypatch, late):
 
 def test_equal_requests_print_equal_reports():
     again = _planned.__wrapped__(0.02, ())
-    assert again is not planned() and explain(planned()) == explain(again)
+    assert again is not planned() and plan_text(planned()) == plan_text(again)
 
 
 def test_a_plan_with_runners_up_is_a_plan_file():
     plan = planned()
     assert Plan.from_json(json.dumps(plan_data(plan))) == plan
-    shown = explain(plan)
+    shown = plan_text(plan)
     assert "FSDP" in shown or "data parallel" in shown
     assert all(
         entry["family"] in " ".join(shown.split()) for entry in plan.certificate.runners_up[:1]
@@ -318,7 +318,7 @@ def test_compare_without_pins_compares_the_families():
     entries = compare(
         lambda pin, cluster: planned(0.0 if pin else 0.02, dict(pin)), t.cluster, [], []
     )
-    names = [entry.name for entry in entries if isinstance(entry, Entry)]
+    names = [entry.name for entry in entries if isinstance(entry, ComparedPlan)]
     assert names[0] == "best" and set(names[1:]) <= {
         e["family"] for e in plan.certificate.runners_up
     }
@@ -333,7 +333,7 @@ def test_headroom_is_kept_and_its_price_printed():
     assert max(plan.predicted.peak_memory_bytes) <= 0.8 * tight.device.memory_bytes
     assert plan.certificate.headroom == 0.2 and plan.certificate.unlimited_s is not None
     assert plan.certificate.unlimited_s <= plan.predicted.step_time_s * (1 + 1e-9)
-    assert "(20.0 %) kept free" in " ".join(explain(plan).split())
+    assert "(20.0 %) kept free" in " ".join(plan_text(plan).split())
 
 
 def test_the_price_of_headroom_is_that_of_the_best_micro_batch():
@@ -384,7 +384,7 @@ def test_a_damaged_runner_up_is_refused_or_said():
                 if value == "removed":
                     del where[key]
                 try:
-                    words_of(explain(Plan.from_json(json.dumps(text))))
+                    words_of(plan_text(Plan.from_json(json.dumps(text))))
                 except AutoparError as error:
                     assert "not a complete plan" in str(error)
                     refused.add((name, key))

@@ -23,7 +23,7 @@ from autopar.planning.outside import outside_of
 from autopar.planning.space import space_rules
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
-from autopar.targets.model_shape import shape_of
+from autopar.targets.model_shape import shape_of_spec
 from autopar.targets.registry import restriction_of
 from benchmarks.search.printed_space import divisors, layouts
 
@@ -95,7 +95,7 @@ def test_what_lies_outside_is_not_inside(name, cluster):
 def test_a_target_drops_schedules_and_not_layouts():
     """Megatron's interleaved schedule wants rounds of pp micro-batches, its 1F1B does not."""
     spec = "llama:layers=4,hidden=32,heads=4,vocab=64,seq=16"
-    restriction = restriction_of("megatron", shape_of(parse_model(spec)), 16)
+    restriction = restriction_of("megatron", shape_of_spec(parse_model(spec)), 16)
     request = request_of(spec, "h100:2", 3, pp=2, micro_batch=1)
     free = {pair for one in layouts_within(request, traced(spec, 16)) for pair in one.schedules}
     found = layouts_within(request.within(restriction), traced(spec, 16))

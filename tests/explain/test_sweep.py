@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 from autopar.explaining.sweep import (
     BREAK_EVEN_RATIO,
     Point,
-    Row,
+    SweepRow,
     pareto,
     points_of,
     sweep,
@@ -205,7 +205,9 @@ def test_the_pareto_front_is_what_nothing_dominates(merits):
             tokens_per_s=1.0 / cost,
             peak_memory_bytes=(memory,),
         )
-        rows.append(Row(Point(8, None, 16), task().cluster, replace(base, predicted=predicted)))
+        rows.append(
+            SweepRow(Point(8, None, 16), task().cluster, replace(base, predicted=predicted))
+        )
     front = [
         not any(a[0] <= b[0] and a[1] <= b[1] and a[2] <= b[2] and a != b for a in merits)
         for b in merits

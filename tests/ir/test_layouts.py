@@ -7,7 +7,16 @@ import pickle
 
 import pytest
 
-from autopar.ir.sharding import PARTIAL, REPLICATE, RP, Layout, Pattern, Placement, S, parse_layout
+from autopar.ir.sharding import (
+    PARTIAL,
+    REPLICATE,
+    RP,
+    AxisLayout,
+    Pattern,
+    Placement,
+    S,
+    parse_layout,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,13 +30,13 @@ def test_equal_layouts_are_one_object(layout):
     )
     assert (
         parse_layout(str(layout)) is layout
-        and Layout(value=layout.value, grad=layout.grad) is layout
+        and AxisLayout(value=layout.value, grad=layout.grad) is layout
     )
     assert {layout: 1}[parse_layout(str(layout))] == 1
 
 
 def test_contents_tell_layouts_apart():
-    assert Layout(REPLICATE, PARTIAL) is RP and Placement(
+    assert AxisLayout(REPLICATE, PARTIAL) is RP and Placement(
         "S", 1, Pattern(zigzag=True)
     ) is Placement("S", 1, Pattern((1,), False, True))
     assert len({S(0), S(1), S(1, Pattern(zigzag=True)), S(1, Pattern((2, 1)))}) == 4

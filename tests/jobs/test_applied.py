@@ -18,8 +18,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.jobs.applied import applied
 from autopar.jobs.check import Answer, check_job
-from autopar.jobs.pricing import Setting, setting_of
-from autopar.jobs.wording import Difference, differences
+from autopar.jobs.pricing import JobSetting, job_setting
+from autopar.jobs.wording import OptionDifference, differences
 from autopar.jobs.written import has_verdict, unlike, written
 from autopar.request.arguments import parsed_cluster
 from autopar.targets.job import Layout
@@ -32,14 +32,14 @@ DRAWN, LEAST = 120, 2
 """Random layouts for each file, and the fewest of them that it must be able to say."""
 
 
-def setting(tmp_path: Path, name: str) -> Setting:
+def setting(tmp_path: Path, name: str) -> JobSetting:
     file, text = FILES[name]
     path = tmp_path / file
     path.write_text(text)
     job = read_job(path)
     job = job.with_batches(2, 64) if "micro_batch" in job.unknown else job
     model = MODEL if job.shape.lacking or "layers" in job.unknown else None
-    return setting_of(job, parsed_cluster("h100:8"), model, None if job.seq else 1024)
+    return job_setting(job, parsed_cluster("h100:8"), model, None if job.seq else 1024)
 
 
 def layouts(by: Layout, held: dict[str, Any], number: int) -> list[Layout]:
@@ -72,7 +72,7 @@ def layouts(by: Layout, held: dict[str, Any], number: int) -> list[Layout]:
     return found
 
 
-def runs(of: Setting, layout: Layout) -> bool:
+def runs(of: JobSetting, layout: Layout) -> bool:
     """Whether a search within the framework may choose a layout."""
     can = of.target.restriction(of.job.shape, of.seq)
     pins = {name: value for name, value in can.pin.items() if hasattr(layout, name)}
@@ -94,7 +94,7 @@ def runs(of: Setting, layout: Layout) -> bool:
     return layout.recompute in can.recompute and layout.schedule in ("none", *can.schedules)
 
 
-def can_say(of: Setting, layout: Layout) -> bool:
+def can_say(of: JobSetting, layout: Layout) -> bool:
     """Whether the framework has words for a layout, and does not refuse it."""
     then = replace(of.job, layout=layout)
     try:
@@ -104,7 +104,7 @@ def can_say(of: Setting, layout: Layout) -> bool:
     return not of.target.refusals(replace(then, flags={}), GPUS)
 
 
-def cut(of: Setting, layout: Layout) -> Layout:
+def cut(of: JobSetting, layout: Layout) -> Layout:
     """The layout with the stages that the framework cuts, if it cuts them itself."""
     if of.target.name != "nanotron" or layout.pp == 1 or of.target.stages is None:
         return layout
@@ -144,7 +144,7 @@ def test_batches_that_the_command_gives_leave_a_file_its_plans(tmp_path: Path) -
     assert not found.why_no_best and found.best is not None
 
 
-def explained(of: Setting, layout: Layout) -> str:
+def explained(of: JobSetting, layout: Layout) -> str:
     """What is told of a layout, the text with it, and how that is read."""
     assert of.job.file is not None
     found = differences(of.target, of.job, replace(of.job, layout=layout), True)
@@ -187,7 +187,7 @@ def test_the_best_plan_passes_check_in_the_file(tmp_path: Path, name: str) -> No
             assert found.best.predicted.step_time_s <= found.plan.predicted.step_time_s  # type: ignore[union-attr]
 
 
-def batches_of(found: Answer, told: tuple[Difference, ...]) -> tuple[int, int]:
+def batches_of(found: Answer, told: tuple[OptionDifference, ...]) -> tuple[int, int]:
     """(micro-batch, global batch) of a plan that says them for the training script."""
     said = {d.option: d.then for d in told if d.file}
     own = found.job.layout

@@ -19,9 +19,9 @@ from autopar.jobs.check import Answer, check_job
 from autopar.jobs.export import convert
 from autopar.jobs.measured import measured_step_s
 from autopar.jobs.page import check_page
-from autopar.jobs.pricing import mode_of, pins_of
-from autopar.jobs.report import fit_words, gap_words
-from autopar.predict.evaluate import case_of, price
+from autopar.jobs.pricing import layout_pins, mode_of
+from autopar.jobs.report import answer_gap_words, fit_words
+from autopar.predict.evaluate import case_of, price_run
 from autopar.targets.job import Job, Layout, ModelShape
 from autopar.targets.registry import read_job
 
@@ -194,9 +194,9 @@ def test_the_model_and_the_length_may_come_from_outside(tmp_path: Path) -> None:
 
 def test_what_is_measured_is_compared(tmp_path: Path) -> None:
     found = answer(tmp_path, "--tensor-model-parallel-size 8", advise=True, measured_s=30.0)
-    words = gap_words(found)
+    words = answer_gap_words(found)
     assert words.startswith("the layout explains") and "are left" in words
-    assert "not slower" in gap_words(replace(found, measured_s=1e-6))
+    assert "not slower" in answer_gap_words(replace(found, measured_s=1e-6))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_step_waits_for_the_host_as_runs_do(
     arguments = f"--micro-batch-size {micro_batch} --use-distributed-optimizer"
     found = answer(tmp_path, arguments + " --global-batch-size 512")
     assert found.plan is not None and found.setting is not None
-    predicted, run = found.plan.predicted, price(case_of(found.setting.run))
+    predicted, run = found.plan.predicted, price_run(case_of(found.setting.run))
     assert ("host" in predicted.breakdown) == waits
     assert predicted.step_time_s == pytest.approx(run.step_time_s)
     assert predicted.step_time_s == pytest.approx(sum(predicted.breakdown.values()))
@@ -238,15 +238,15 @@ def test_pins_of_layouts() -> None:
         zero=1,
         schedule="interleaved_1f1b",
     )
-    pins = pins_of(layout, 16, 8)
+    pins = layout_pins(layout, 16, 8)
     assert (pins["stages"], pins["dp"], pins["ep"], pins["vpp"]) == ("1-2-2-3", 4, 4, 2)
     assert (
-        pins_of(replace(layout, vpp=1, stages=(), schedule="1f1b", global_batch=4), 16, 8)[
+        layout_pins(replace(layout, vpp=1, stages=(), schedule="1f1b", global_batch=4), 16, 8)[
             "schedule"
         ]
         == "gpipe"
     )
-    assert pins_of(Layout(zero=1), 1, 8)["zero"] == 0
+    assert layout_pins(Layout(zero=1), 1, 8)["zero"] == 0
     partly = Layout(recompute="full", recompute_layers=4)
     assert [mode_of(partly, layers) for layers in (4, 8, 12)] == ["full", "every-2", "every-3"]
 

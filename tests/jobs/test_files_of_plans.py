@@ -15,9 +15,9 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.jobs.applied import applied
 from autopar.jobs.check import check_job
-from autopar.jobs.pricing import Setting, setting_of
+from autopar.jobs.pricing import JobSetting, job_setting
 from autopar.jobs.searching import best_within, in_file
-from autopar.jobs.wording import Difference
+from autopar.jobs.wording import OptionDifference
 from autopar.jobs.written import written
 from autopar.request.arguments import parsed_cluster
 from autopar.request.restriction import Restriction
@@ -30,10 +30,10 @@ MODEL = "llama:layers=16,hidden=1024,heads=16,kv_heads=16,ffn=4096,vocab=32000,s
 MEGATRON = FILES["megatron"][1]
 
 
-def setting(path: Path) -> Setting:
+def setting(path: Path) -> JobSetting:
     job = read_job(path)
     job = job.with_batches(2, 64) if "micro_batch" in job.unknown else job
-    return setting_of(job, parsed_cluster("h100:8"), MODEL if job.shape.lacking else None, 1024)
+    return job_setting(job, parsed_cluster("h100:8"), MODEL if job.shape.lacking else None, 1024)
 
 
 def choice(tp: int = 1, pp: int = 1, cp: int = 1, vpp: int = 1, micro: int = 2, **other: object) -> SimpleNamespace:  # fmt: skip
@@ -48,7 +48,7 @@ def choice(tp: int = 1, pp: int = 1, cp: int = 1, vpp: int = 1, micro: int = 2, 
     return SimpleNamespace(**(chosen | other))
 
 
-def allows(of: Setting, **asked: object) -> bool:
+def allows(of: JobSetting, **asked: object) -> bool:
     return all(limit.allows(choice(**asked)) for limit in in_file(of).limits)  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ def test_a_function_of_several_is_changed(function: str) -> None:
         for name in ("first", "second")
     )
     file = SimpleNamespace(text=text, name="a.py", function=function, parts=())
-    changed, _ = applied(file, [Difference("training.a", "1", "2")])  # type: ignore[arg-type]
+    changed, _ = applied(file, [OptionDifference("training.a", "1", "2")])  # type: ignore[arg-type]
     assert changed.count("config.training.a = 2") == (1 if function else 2)
     names: dict[str, object] = {
         "Config": lambda training: training,
@@ -155,15 +155,15 @@ def test_a_part_that_was_not_searched_leaves_no_proof(
     """Of two kinds of layouts, the search of the first fails. A kind without layouts is proved."""
     path = tmp_path / "a.sh"
     path.write_text(MEGATRON)
-    of, best, asked = setting(path), Setting.best, list[Setting]()
+    of, best, asked = setting(path), JobSetting.best, list[JobSetting]()
 
-    def failing(self: Setting, restriction: Restriction, time_limit_s: float) -> Plan:
+    def failing(self: JobSetting, restriction: Restriction, time_limit_s: float) -> Plan:
         asked.append(self)
         if len(asked) == 1:
             raise error("of a kind")
         return best(self, restriction, time_limit_s)
 
-    monkeypatch.setattr(Setting, "best", failing)
+    monkeypatch.setattr(JobSetting, "best", failing)
     plan, bound_s = best_within(of, Deadline.after(60))
     assert len(asked) == 2 and plan.predicted.step_time_s > 0
     assert (bound_s > 0) == proved

@@ -20,7 +20,7 @@ from autopar.models import parse_model
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.targets.from_plan import job_of_plan, layers_of, layout_of
-from autopar.targets.model_shape import shape_of
+from autopar.targets.model_shape import shape_of_spec
 from autopar.targets.nanotron import NANOTRON
 from autopar.targets.registry import TARGETS, restriction_of
 
@@ -47,7 +47,7 @@ def planned(traced, target: str | None, **pin: object) -> Plan:
 def _planned(traced, target: str | None, pin: dict[str, object]) -> Plan:
     request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, SPEC.name)
     if target:
-        request = request.within(TARGETS[target].restriction(shape_of(SPEC), 256))
+        request = request.within(TARGETS[target].restriction(shape_of_spec(SPEC), 256))
     return api.plan_traced(traced, request, 30.0)
 
 
@@ -59,10 +59,10 @@ def test_plans_within_a_target_can_be_said(traced, name: str, pin: dict[str, obj
     assert plan.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9)
     assert plan.certificate.status == "optimal"
     assert (
-        f"what {TARGETS[name].restriction(shape_of(SPEC), 256).name} can run"
+        f"what {TARGETS[name].restriction(shape_of_spec(SPEC), 256).name} can run"
         in plan.certificate.space
     )
-    job = job_of_plan(plan, name, shape_of(SPEC), 4)
+    job = job_of_plan(plan, name, shape_of_spec(SPEC), 4)
     assert TARGETS[name].refusals(job, 4) == []
     written = plan.export(name)
     assert written.text and written.target
@@ -89,7 +89,7 @@ def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on() -> None:
     spec = parse_model(
         "moe:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,seq=256,experts=4"
     )
-    shape = shape_of(spec)
+    shape = shape_of_spec(spec)
     request = PlanRequest(CLUSTER, 16, Pins.of({"tp": 2, "ep": 2}), "bf16", False, spec.name)
     traced = api.trace_spec(spec, 256)
     titan = request.within(TARGETS["torchtitan"].restriction(shape, 256))
@@ -109,7 +109,7 @@ def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on() -> None:
 
 def within(traced, spec, name: str, **pin: object) -> Plan:
     request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, spec.name)
-    request = request.within(restriction_of(name, shape_of(spec), 256))
+    request = request.within(restriction_of(name, shape_of_spec(spec), 256))
     return api.plan_traced(traced, request, 30.0)
 
 

@@ -15,7 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.jobs.check import check_job
 from autopar.jobs.export import convert
 from autopar.jobs.page import check_page
-from autopar.jobs.pricing import setting_of
+from autopar.jobs.pricing import job_setting
 from autopar.jobs.report import alone_words, check_data
 from autopar.jobs.verdicts import held_refusals, unlaid_experts
 from autopar.request.arguments import parsed_cluster
@@ -111,11 +111,11 @@ def test_what_is_given_is_known() -> None:
     given = job.with_batches(1, None)
     assert given.unknown == ("seq",)
     cluster = parsed_cluster("h100:8")
-    assert setting_of(given, cluster).job.unknown == ("seq",)
-    assert setting_of(given, cluster, seq=256).job.unknown == ()
+    assert job_setting(given, cluster).job.unknown == ("seq",)
+    assert job_setting(given, cluster, seq=256).job.unknown == ()
     narrow = replace(JOB, others=(replace(JOB, shape=replace(SHAPE, layers=8)),))
-    assert setting_of(narrow, cluster).job.unknown == ("layers",)
-    assert setting_of(narrow, cluster, model="llama-tiny").job.unknown == ()
+    assert job_setting(narrow, cluster).job.unknown == ("layers",)
+    assert job_setting(narrow, cluster, model="llama-tiny").job.unknown == ()
 
 
 @pytest.mark.parametrize(

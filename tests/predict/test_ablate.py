@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.predict import ablate as module
 from autopar.predict.ablate import GENERATIONS, MECHANISMS, Mechanism, ablate
 from autopar.predict.evaluate import case_of, evaluate
-from autopar.predict.fit import FREE
+from autopar.predict.fit import FREE_CONSTANTS
 from autopar.predict.fit_report import ablation_json, ablation_table
 from autopar.predict.runs import read_runs
 
@@ -290,10 +290,10 @@ def test_a_mechanism_that_holds_memory(runs):
 
 
 def test_a_fit_cannot_bring_a_mechanism_back():
-    table = np.arange(2.0 * len(FREE)).reshape(2, -1)
-    place = FREE.index
+    table = np.arange(2.0 * len(FREE_CONSTANTS)).reshape(2, -1)
+    place = FREE_CONSTANTS.index
     launches = BY_NAME["kernel launches"].slopes(table)
-    others = np.arange(len(FREE)) != place("launch_s")
+    others = np.arange(len(FREE_CONSTANTS)) != place("launch_s")
     assert not launches[:, ~others].any() and (launches[:, others] == table[:, others]).all()
     one = BY_NAME["efficiency by generation"].slopes(table)
     first, *others = map(place, GENERATIONS)

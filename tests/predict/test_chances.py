@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.published_rows import GPT, write
 
 from autopar.predict.chances import (
-    fit_chance,
     fitted_outcomes,
     fitted_spread,
     reliability,
+    run_fit_chance,
     separation,
     spread_of,
 )
@@ -36,11 +36,11 @@ LAYOUT = {
 def test_a_layout_that_just_fits_has_an_even_chance(tmp_path):
     (run,), _ = read_runs(write(tmp_path, GPT))
     size = run.machine.memory_bytes
-    assert fit_chance(run, RunPrediction(1.0, size)) == pytest.approx(0.5)
-    assert fit_chance(run, RunPrediction(1.0, size * (1 - SPREAD))) > 0.84
-    assert fit_chance(run, RunPrediction(1.0, 0.0)) == pytest.approx(1.0)
+    assert run_fit_chance(run, RunPrediction(1.0, size)) == pytest.approx(0.5)
+    assert run_fit_chance(run, RunPrediction(1.0, size * (1 - SPREAD))) > 0.84
+    assert run_fit_chance(run, RunPrediction(1.0, 0.0)) == pytest.approx(1.0)
     unknown = replace(run, machine=replace(run.machine, memory_bytes=None))
-    assert fit_chance(unknown, RunPrediction(1.0, size)) is None
+    assert run_fit_chance(unknown, RunPrediction(1.0, size)) is None
 
 
 @given(CHANCES, CHANCES)

@@ -6,8 +6,8 @@ import pytest
 from autopar_cost_models import NODES
 from support.published_rows import GPT, LLAMA, MOE, write
 
-from autopar.predict.assumed import assumed_of
-from autopar.predict.evaluate import cluster_of, evaluate
+from autopar.predict.evaluate import cluster_of_run, evaluate
+from autopar.predict.report import assumed_of
 from autopar.predict.runs import read_runs
 
 ONE = GPT | {"layers": "1", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "hidden": "1024", "ffn_hidden": "", "seq": "512",
@@ -116,7 +116,7 @@ def networks(tmp_path, *rows):
     """The topology of the cluster of each row."""
     runs, problems = read_runs(write(tmp_path, *rows))
     assert not problems
-    return [cluster_of(run).topology for run in runs]
+    return [cluster_of_run(run).topology for run in runs]
 
 
 def test_no_line_rate_decides_the_kind_of_network(tmp_path):

@@ -11,10 +11,10 @@ import pytest
 from autopar_cost_models import FITTED
 
 from autopar.errors import AutoparError
-from autopar.predict.fit import FREE, fit, sensitivities
+from autopar.predict.fit import FREE_CONSTANTS, fit_constants, sensitivities
 from autopar.predict.fit_report import fit_json, fit_table
 
-PLACE = {name: place for place, name in enumerate(FREE)}
+PLACE = {name: place for place, name in enumerate(FREE_CONSTANTS)}
 
 
 def made_up(powers: np.ndarray, truth, sources: list[str], noise: float = 0.0):
@@ -22,7 +22,9 @@ def made_up(powers: np.ndarray, truth, sources: list[str], noise: float = 0.0):
     generator = np.random.default_rng(0)
 
     def time_s(number: int, constants) -> float:
-        values = np.array([getattr(constants, name) / getattr(FITTED, name) for name in FREE])
+        values = np.array(
+            [getattr(constants, name) / getattr(FITTED, name) for name in FREE_CONSTANTS]
+        )
         return float(np.prod(values ** powers[number]))
 
     measured = [
@@ -40,15 +42,15 @@ def made_up(powers: np.ndarray, truth, sources: list[str], noise: float = 0.0):
 
 def test_constants_come_out_as_they_were_put_in():
     generator = np.random.default_rng(1)
-    powers = -generator.uniform(0, 1, (120, len(FREE)))
+    powers = -generator.uniform(0, 1, (120, len(FREE_CONSTANTS)))
     truth = replace(
         FITTED,
         hopper_efficiency=FITTED.hopper_efficiency * 0.9,
         hbm_efficiency=FITTED.hbm_efficiency * 1.1,
     )
     runs, evaluate = made_up(powers, truth, ["a", "b", "c"] * 40)
-    found = fit(sensitivities(runs, evaluate))
-    for name in FREE:
+    found = fit_constants(sensitivities(runs, evaluate))
+    for name in FREE_CONSTANTS:
         assert getattr(found.constants, name) == pytest.approx(getattr(truth, name), rel=0.01), name
     assert found.mape < 0.01 and found.left_out_mape < 0.02
     assert set(found.left_out) == {"a", "b", "c"} and all(
@@ -58,12 +60,12 @@ def test_constants_come_out_as_they_were_put_in():
 
 def test_a_source_that_is_left_out_is_not_seen():
     """All runs of source b are twice as slow as any constant explains: without it the constants stay, and it is wrong by half."""
-    powers = np.zeros((40, len(FREE)))
+    powers = np.zeros((40, len(FREE_CONSTANTS)))
     powers[:, PLACE["hopper_efficiency"]] = -1
     runs, evaluate = made_up(powers, FITTED, ["a"] * 30 + ["b"] * 10)
     for run in runs[30:]:
         run.measured.step_time_s *= 2
-    found = fit(sensitivities(runs, evaluate))
+    found = fit_constants(sensitivities(runs, evaluate))
     assert found.constants_without["b"].hopper_efficiency == pytest.approx(
         FITTED.hopper_efficiency, rel=1e-6
     )
@@ -75,7 +77,7 @@ def test_a_source_that_is_left_out_is_not_seen():
 
 
 def test_what_is_not_measured_or_not_predicted_is_left_aside():
-    runs, evaluate = made_up(np.zeros((3, len(FREE))), FITTED, ["a"] * 3)
+    runs, evaluate = made_up(np.zeros((3, len(FREE_CONSTANTS))), FITTED, ["a"] * 3)
     runs[0].measured.step_time_s = None
 
     def sometimes(run, constants):

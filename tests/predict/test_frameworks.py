@@ -9,18 +9,17 @@ from autopar_cost_models import DEVICES, memory_time_s
 from support.published_rows import GPT, MOE, write
 
 from autopar.annotate.kernels import kernels_of
-from autopar.predict.evaluate import case_of, evaluate, price
+from autopar.predict.evaluate import case_of, evaluate, price_run, stages_pin
 from autopar.predict.frameworks import (
     bias_operations,
-    job_of,
     offloaded,
     offloads_where_tight,
+    run_job,
 )
 from autopar.predict.report import GIB
 from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
 from autopar.predict.score import Scored
-from autopar.predict.stage_cuts import stages_pin
 from autopar.request.frameworks import (
     LIVE_PARAMETERS,
     NETWORK_SLOWS_HOST,
@@ -86,7 +85,7 @@ def test_what_a_framework_holds(tmp_path, cells, expected):
     row["dp"] = str(gpus // int(row["pp"]))
     runs, problems = read_runs(write(tmp_path, row))
     assert not problems
-    found = fields_of(job_of(runs[0]))
+    found = fields_of(run_job(runs[0]))
     assert {name: value for name, value in found.items() if name not in STATED} == expected
     Software(matmul_dtype="fp8" if cells["dtype"] == "fp8" else None, **expected)
 
@@ -106,7 +105,7 @@ def test_recipes_for_experts_with_biases_take_the_plain_dispatcher(tmp_path, gpu
     """Two of eight experts are on each of four ranks, with six operations each."""
     (run,), problems = read_runs(write(tmp_path, OSS | {"gpu": gpu}))
     assert not problems and run.dims.expert_bias and bias_operations(run) == 12
-    found = fields_of(job_of(run))
+    found = fields_of(run_job(run))
     assert (found["expert_bias"], found.get("dispatch"), found.get("cuda_graphs")) == (
         True,
         None,
@@ -114,7 +113,7 @@ def test_recipes_for_experts_with_biases_take_the_plain_dispatcher(tmp_path, gpu
     )
     assert case_of(run).software.routing_operations == found["routing_operations"] + 12
     plain = replace(run, dims=replace(run.dims, expert_bias=False))
-    dispatch = fields_of(job_of(plain)).get("dispatch")
+    dispatch = fields_of(run_job(plain)).get("dispatch")
     assert dispatch == ("once" if gpu.startswith("H100") else None)
 
 
@@ -186,13 +185,13 @@ def test_permutation_by_operations_moves_more():
 def test_all_to_all_sorts_by_expert(tmp_path, cells, sorts):
     row = MOE | {"framework": "megatron-bridge", "year": "2026", "gpu": "B200-180G-SXM"} | cells
     (run,), problems = read_runs(write(tmp_path, row))
-    assert not problems and fields_of(job_of(run)).get("sorts_by_expert") == sorts
+    assert not problems and fields_of(run_job(run)).get("sorts_by_expert") == sorts
 
 
 def test_notes_say_that_experts_run_one_by_one(tmp_path):
     row = MOE | {"framework": "nemo", "year": "2024", "notes": "grouped GEMM off, alltoall"}
     (run,), problems = read_runs(write(tmp_path, row))
-    found = fields_of(job_of(run))
+    found = fields_of(run_job(run))
     assert not problems and found["sequential_experts"] and found["permutes_by_op"]
 
 
@@ -236,9 +235,9 @@ def test_a_layout_that_does_not_fit_gathers_again(tmp_path):
     (run,), problems = read_runs(write(tmp_path, row))
     case = case_of(run)
     assert not problems and not case.software.gathers_again
-    assert price(case).peak_memory_bytes > run.machine.memory_bytes
-    again = price(replace(case, software=replace(case.software, gathers_again=True)))
-    assert evaluate(run) == again and again.peak_memory_bytes < price(case).peak_memory_bytes
+    assert price_run(case).peak_memory_bytes > run.machine.memory_bytes
+    again = price_run(replace(case, software=replace(case.software, gathers_again=True)))
+    assert evaluate(run) == again and again.peak_memory_bytes < price_run(case).peak_memory_bytes
 
 
 def test_nanotron_gathers_in_buffers_of_its_own(tmp_path):

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 from support.published_rows import GPT, LLAMA, MOE, write
 
-from autopar.predict.evaluate import Case, case_of, price
+from autopar.predict.evaluate import PredictionInputs, case_of, price_run
 from autopar.predict.runs import read_runs
 
 PIPELINE = GPT | {"recompute": "none"}
 
 
-def case(tmp_path, row, **software) -> Case:
+def case(tmp_path, row, **software) -> PredictionInputs:
     (run,), problems = read_runs(write(tmp_path, row))
     assert not problems
     found = case_of(run)
     return replace(found, software=replace(found.software, **software))
 
 
-def host_s(found: Case) -> float:
-    return price(found).breakdown.get("host", 0.0)
+def host_s(found: PredictionInputs) -> float:
+    return price_run(found).breakdown.get("host", 0.0)
 
 
 @pytest.mark.parametrize("row", [LLAMA, PIPELINE], ids=["alone", "pipeline"])
@@ -29,11 +29,11 @@ def test_a_tiny_model_waits_for_the_host(tmp_path, row):
     """Its kernels take microseconds, and the host issues one in 24."""
     slow = case(tmp_path, row)
     waits_s = host_s(slow)
-    assert waits_s > 0.5 * price(slow).step_time_s
-    at_once = price(replace(slow, software=replace(slow.software, issue_s=0.0)))
+    assert waits_s > 0.5 * price_run(slow).step_time_s
+    at_once = price_run(replace(slow, software=replace(slow.software, issue_s=0.0)))
     assert "host" not in at_once.breakdown
-    assert price(slow).step_time_s == pytest.approx(at_once.step_time_s + waits_s)
-    assert sum(price(slow).breakdown.values()) == pytest.approx(price(slow).step_time_s)
+    assert price_run(slow).step_time_s == pytest.approx(at_once.step_time_s + waits_s)
+    assert sum(price_run(slow).breakdown.values()) == pytest.approx(price_run(slow).step_time_s)
 
 
 def test_the_wait_is_the_time_of_the_host_beyond_that_of_the_device(tmp_path):
@@ -59,7 +59,7 @@ def test_a_pipeline_between_nodes_slows_the_hosts_of_tp(tmp_path, layout, slower
     quiet, busy = (
         case(tmp_path, row, issue_s=1e-2, network_slows_host=share) for share in (0.0, 0.5)
     )
-    device_s = price(replace(quiet, software=replace(quiet.software, issue_s=0.0))).step_time_s
+    device_s = price_run(replace(quiet, software=replace(quiet.software, issue_s=0.0))).step_time_s
     assert host_s(busy) + device_s == pytest.approx(slower * (host_s(quiet) + device_s), rel=0.02)
 
 

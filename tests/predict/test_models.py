@@ -9,7 +9,7 @@ import torch
 from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.models.moe import MoE
-from autopar.predict.models import config_of, model_of, spec_of
+from autopar.predict.models import model_of, run_config, spec_of_run
 from autopar.predict.runs import read_runs
 
 OPTIONS = [
@@ -118,7 +118,7 @@ def test_the_count_of_parameters_is_the_modules(tmp_path, row, options):
         {"kv_heads": "4"} if options == "mla" else {}
     )
     run = one(tmp_path, row | changes)
-    spec = spec_of(run)
+    spec = spec_of_run(run)
     assert replace(run.dims, vocab=run.degrees.padded_vocab).parameters == spec.num_parameters()
     model = model_of(run)
     assert model.training and all(parameter.is_meta for parameter in model.parameters())
@@ -178,7 +178,7 @@ def test_small_models_train(tmp_path):
         )
         run = one(tmp_path, row | changes)
         torch.manual_seed(0)
-        spec = spec_of(run, layers=2)
+        spec = spec_of_run(run, layers=2)
         model = spec.build("cpu")
         loss = model(**spec.example_inputs(2, 16, "cpu"))
         loss.backward()
@@ -190,4 +190,4 @@ def test_small_models_train(tmp_path):
 def test_gpt_windows_do_not_alternate(tmp_path):
     dims = replace(one(tmp_path, GPT).dims, window=4, window_every=2)
     with pytest.raises(Exception, match="same window in every layer"):
-        config_of(dims)
+        run_config(dims)

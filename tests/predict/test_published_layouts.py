@@ -8,7 +8,7 @@ import pytest
 from support.published_rows import GPT, LLAMA, write
 
 from autopar.predict import evaluate
-from autopar.predict.evaluate import case_of, plan_freely, price
+from autopar.predict.evaluate import case_of, plan_freely, price_run
 from autopar.predict.runs import read_runs
 from benchmarks.fidelity import published_layouts
 from benchmarks.fidelity.published_layouts import compared, layout, main, verdict
@@ -35,7 +35,7 @@ def runs_of(tmp_path, *rows):
 def test_a_free_choice_is_not_slower(tmp_path):
     (run,) = runs_of(tmp_path, PLAIN)
     row = compared(run, 20.0, {})
-    assert row.slower < 0 and not row.roomier and row.pinned == price(case_of(run))
+    assert row.slower < 0 and not row.roomier and row.pinned == price_run(case_of(run))
     assert row.free.global_batch == run.global_batch and row.free.mesh.num_devices == 8
     assert layout(run) == "dp=4 tp=2 mb=2 ZeRO-3"
 
@@ -56,7 +56,7 @@ def test_a_free_choice_may_be_that_of_megatron_layers(tmp_path, monkeypatch):
         "kv_heads": "32", "ffn_hidden": "16384", "vocab": "51200", "recompute": "none", "sp": "1.0", "extra_opts": "",
     })  # fmt: skip
     case, request = case_of(run), evaluate._request
-    pinned, seen = price(case), []
+    pinned, seen = price_run(case), []
 
     def narrowly(case, pin, memory_bytes):
         seen.append(pin)
@@ -95,7 +95,7 @@ def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
     def slowly(case, memory_bytes, time_limit_s):
         plan = real(case, memory_bytes, time_limit_s)
         return replace(
-            plan, predicted=replace(plan.predicted, step_time_s=1.01 * price(case).step_time_s)
+            plan, predicted=replace(plan.predicted, step_time_s=1.01 * price_run(case).step_time_s)
         )
 
     monkeypatch.setattr(published_layouts, "plan_freely", slowly)
@@ -107,5 +107,5 @@ def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
 def test_rows_are_priced_as_predict_prices_them(tmp_path):
     (run,) = runs_of(tmp_path, PLAIN)
     assert compared(run, 20.0, {}).pinned.step_time_s == pytest.approx(
-        price(case_of(run)).step_time_s, rel=1e-12
+        price_run(case_of(run)).step_time_s, rel=1e-12
     )

@@ -21,9 +21,9 @@ from autopar.predict.score import (
     grouped,
     mape,
     ordered_pairs,
+    prediction_error,
     ranks,
     regret,
-    relative_error,
     score,
     select,
     spearman,
@@ -60,10 +60,10 @@ def scored(
 
 
 def test_errors_are_signed_and_relative():
-    assert relative_error(3.0, 2.0) == 0.5 and relative_error(1.0, 2.0) == -0.5
-    assert [relative_error(1.0, m) for m in (None, 0.0, nan, inf, -1.0)] == [
+    assert prediction_error(3.0, 2.0) == 0.5 and prediction_error(1.0, 2.0) == -0.5
+    assert [prediction_error(1.0, m) for m in (None, 0.0, nan, inf, -1.0)] == [
         None
-    ] * 5 and relative_error(nan, 1.0) is None
+    ] * 5 and prediction_error(nan, 1.0) is None
     assert mape([0.5, -0.1]) == pytest.approx(0.3) and isnan(mape([]))
 
 

@@ -19,9 +19,8 @@ from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.refit.fit import refit
-from autopar.refit.rates import factor_for, with_compute, with_link
-from autopar.refit.read_log import read_run
+from autopar.refit.fit import factor_for, refit, with_compute, with_link
+from autopar.refit.read_run import read_run
 from autopar.refit.what_ran import WhatRan, job_file
 
 SCRIPT = """

@@ -125,7 +125,7 @@ def test_a_page_of_a_job_or_a_question(name, tmp_path):
     ],
 )
 def test_pages_of_large_plans(model, cluster, batch, tmp_path):
-    asked = Asked(model=model, cluster=cluster, global_batch=batch, seq=4096, time_limit=60.0)
+    asked = Asked(model=model, cluster=cluster, global_batch=batch, seq=4096, time_limit_s=60.0)
     planner = Planner(asked, lambda text: None)
     report = planner.report(planner.plan({}, runners_up=True), {})
     for width in (1440, 390):

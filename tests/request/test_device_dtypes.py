@@ -10,12 +10,12 @@ from autopar_cost_models import DEVICES
 from torch import nn
 
 import autopar
-from autopar.cli.options import software_like
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, choose_precision
+from autopar.targets.asked_software import software_like
 from autopar.targets.job import ModelShape
 from autopar.targets.registry import TARGETS, restriction_of, target_of
 
@@ -85,5 +85,21 @@ def test_a_target_without_half_precision_says_what_it_trains_in():
 def test_the_command_line_takes_the_precision_of_the_devices_for_a_target():
     facts = {"parts": autopar.Software(), "pins": {}, "precision": None}
     for cluster, recipe in (("t4:2", "fsdp"), ("h100:2", "fsdp"), ("cpu:2", None)):
-        found = software_like(None, cluster=cluster, target="accelerate", **facts)
+        at = ClusterSpec.parse(cluster)
+        found = software_like(None, cluster=at, target="accelerate", **facts)
         assert found.state_recipe == recipe
+
+
+def test_devices_of_several_generations_have_no_kernel_in_common():
+    at = ClusterSpec.parse("l4:2+t4:2")
+    assert software_like("torchtitan", autopar.Software(), at, {}, None).attention_kernel is None
+    one = ClusterSpec.parse("l4:2")
+    assert software_like("torchtitan", autopar.Software(), one, {}, None).attention_kernel
+
+
+def test_parts_of_the_software_replace_those_of_a_target():
+    at = ClusterSpec.parse("h100:2")
+    compiled = software_like(
+        autopar.Software(compiled=True), autopar.Software(), at, {}, None, "megatron"
+    )
+    assert compiled.compiled and compiled.fused_kernels

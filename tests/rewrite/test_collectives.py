@@ -26,7 +26,7 @@ from autopar.ir.mesh import AXES, MeshShape
 from autopar.ir.sharding import (
     REPLICATE,
     RP,
-    Layout,
+    AxisLayout,
     P,
     Pattern,
     Placement,
@@ -166,7 +166,7 @@ class Case:
     """A tensor of `shape` that goes from one layout to the next along each of the named axes, one axis after the other."""
 
     shape: tuple[int, ...]
-    moves: tuple[tuple[str, Layout, Layout], ...]
+    moves: tuple[tuple[str, AxisLayout, AxisLayout], ...]
     dtype: torch.dtype = torch.float64
     strided: bool = False
 
@@ -345,7 +345,7 @@ def test_every_pair_of_transitions_on_two_axes(pool4):
     check(pool4, MeshShape(dp=2, tp=2), cases)
 
 
-def _dims(layouts: tuple[Layout, Layout]) -> set[int]:
+def _dims(layouts: tuple[AxisLayout, AxisLayout]) -> set[int]:
     return {layout.dim for layout in layouts if layout.is_shard}
 
 

@@ -135,7 +135,7 @@ def test_consecutive_indices_may_be_given_by_their_start(data):
 def test_masks_made_in_pieces_are_the_same(monkeypatch, shape):
     x, sizes = torch.ones(shape), (None, *shape[1:])
     expected = counter_dropout(x, 0.3, KEY, [None] * len(shape), sizes)
-    monkeypatch.setattr(dropout, "CHUNK", 16)
+    monkeypatch.setattr(dropout, "_CHUNK", 16)
     assert torch.equal(counter_dropout(x, 0.3, KEY, [None] * len(shape), sizes), expected)
 
 
@@ -244,7 +244,7 @@ def test_random_tensors_have_their_mean_and_variance_in_any_chunks(op, monkeypat
     drawn = random_tensor(like, op, options, like.dtype, noise, 1, [None] * 2, (None, 512))
     assert abs(drawn.mean() - mean) < 5 * (variance / drawn.numel()) ** 0.5
     assert abs(drawn.var() / variance - 1) < 0.02
-    monkeypatch.setattr(dropout, "CHUNK", 2**12)
+    monkeypatch.setattr(dropout, "_CHUNK", 2**12)
     again = random_tensor(like, op, options, like.dtype, noise, 1, [None] * 2, (None, 512))
     assert torch.equal(drawn, again)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.api import plan as make_plan
 from autopar.api import trace
 from autopar.ir.mesh import AXES
-from autopar.ir.sharding import COLLECTIVES, parse_layout
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, parse_layout
 from autopar.models.spec import parse_model
 from autopar.rewrite.collectives import primitives, transitions
 from autopar.rewrite.collectives.axes import AxisGroup, active_axes, simulated_axes
@@ -218,7 +218,10 @@ def test_programs_start_before_they_wait_with_work_between(model, pin):
                 (waited,) = node.users
                 between = order[order.index(node) + 1 : order.index(waited)]
                 assert waited.target is wait and between, f"{node} hides behind nothing"
-            elif node.target in NODE_FUNCTIONS.values() and node.kwargs["backward"] in COLLECTIVES:
+            elif (
+                node.target in NODE_FUNCTIONS.values()
+                and node.kwargs["backward"] in COLLECTIVE_PRIMITIVES
+            ):
                 linears = [
                     user
                     for user in node.users

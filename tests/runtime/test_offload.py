@@ -225,7 +225,7 @@ def test_what_cannot_fetch_parameters(pin, words):
     model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     traced = autopar.api.trace(model.build("meta"), model.example_inputs(1, 512))
     with pytest.raises(autopar.AutoparError, match=words):
-        autopar.planning.saved_plan.check_plan(plan, traced, ClusterSpec.parse("h100:2"))
+        autopar.planning.plan_model.check_plan(plan, traced, ClusterSpec.parse("h100:2"))
 
 
 @pytest.mark.slow

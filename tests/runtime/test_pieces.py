@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.sharding import CONTIGUOUS, Pattern
 from autopar.rewrite.collectives.patterns import Split, pick
-from autopar.runtime.state.pieces import Cut, Held, Pieces, read_pieces, whole, write_pieces
+from autopar.runtime.state.pieces import Cut, Held, Pieces, read_pieces, whole_pieces, write_pieces
 
 PATTERNS = (
     CONTIGUOUS,
@@ -94,10 +94,14 @@ def test_pieces_of_all_ranks_make_the_tensor(sharding):
 
 def test_from_one_rank_to_disk_and_back(tmp_path):
     tensor, pattern = torch.rand(4, 12), Pattern((1, 1, 1))
-    write_pieces(tmp_path, {"w": whole(tensor), "step": whole(torch.tensor(3.0))}, None)
+    write_pieces(
+        tmp_path, {"w": whole_pieces(tensor), "step": whole_pieces(torch.tensor(3.0))}, None
+    )
     for cuts, local in local_tensors(tensor, [(1, 2, pattern), (0, 3, CONTIGUOUS)]):
         found, step = torch.zeros_like(local), torch.zeros(())
-        read_pieces(tmp_path, {"w": Held((4, 12), found, cuts).pieces(), "step": whole(step)}, None)
+        read_pieces(
+            tmp_path, {"w": Held((4, 12), found, cuts).pieces(), "step": whole_pieces(step)}, None
+        )
         assert torch.equal(found, local) and step == 3
 
 

@@ -16,7 +16,7 @@ from autopar.api import parallelize, trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
-from autopar.runtime.state.precision import PRECISIONS, LossScale
+from autopar.runtime.state.precision import PRECISION_DTYPES, LossScale
 
 DP4, TP2DP2, PP2DP2, ONE = (
     MeshShape(dp=4),
@@ -45,9 +45,9 @@ def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
     for by_rank in pool4.run(run, [plan.to_json() for plan in plans], timeout_s=300):
         for plan, (losses, state, dtypes) in zip(plans, by_rank, strict=True):
             expected = reference(precision, plan.num_microbatches)
-            assert dtypes == {PRECISIONS[precision]} and {v.dtype for v in state.values()} == {
-                torch.float32
-            }
+            assert dtypes == {PRECISION_DTYPES[precision]} and {
+                v.dtype for v in state.values()
+            } == {torch.float32}
             assert error(expected, state) <= NEAR[precision], (plan.zero, str(plan.mesh))
             assert losses == pytest.approx(expected.losses, rel=3e-3)
 

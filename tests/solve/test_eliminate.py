@@ -20,14 +20,14 @@ from support.staging_models import random_models, stagings
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, Saved, Strategy
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds.cell import Cell, least_costs
-from autopar.solve.bounds.family import Family, Part
+from autopar.solve.bounds.family import Family, PlacementRange
 from autopar.solve.bounds.family_bounds import Families
 from autopar.solve.bounds.lagrangian import leanest
-from autopar.solve.bounds.segment_minima import above
+from autopar.solve.bounds.segment_minima import least_in_range
 from autopar.solve.bounds.weighted_ranks import Weighted
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, segment_costs, stages_of
-from autopar.solve.costs.placement_cost import InconsistentPlacement, fits_together, price
+from autopar.solve.costs.placement_cost import InconsistentPlacement, fits_together, price_placement
 from autopar.solve.costs.recompute_mix import Models, mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.elimination import bucket_elimination, cost_tables
@@ -55,7 +55,7 @@ def every_choice(model: AnnotatedModel):
 def asked(model: AnnotatedModel, choices, question: Question) -> float:
     """What a question asks for, by the definition of a price."""
     one = replace(model, num_microbatches=1, fixed_s=0.0, fixed_bytes=0)
-    priced = price(one, choices)
+    priced = price_placement(one, choices)
     # all questions here count backward as they count forward
     seconds = question.forward * (priced.time_s - priced.step_s)
     return (
@@ -258,7 +258,7 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
         for choices in every_choice(models["none"]):
             own = whole.choices(choices)
             if models["none"].pipeline is None:
-                priced = price(whole.model, own)
+                priced = price_placement(whole.model, own)
                 found.append((priced.time_s, priced.memory_bytes))
             else:
                 cut = pipelined(whole.model, own, stages)
@@ -467,11 +467,11 @@ def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least,
     ]
     known = families.minima.least(families.root(), *families.facts.repeated)
     for of in costs:
-        part = Part(
+        part = PlacementRange(
             (least * of[0].forward_s, of[0].forward_s + more),
             (once * of[0].step_s, of[0].step_s + more * 1e-3),
         )
-        bounds, works_s = above(known, part, micro)
+        bounds, works_s = least_in_range(known, part, micro)
         for cost, bound, work_s in zip(of, bounds, works_s, strict=True):
             assert (
                 bound.forward_s <= cost.forward_s * (1 + 1e-9)
@@ -514,7 +514,7 @@ def test_a_family_within_another_has_the_placements_of_both(own, other):
     slack=st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-6, 2))] * 2),
 )  # fmt: skip
 def test_parts_have_every_placement(first, least, slack):
-    parts = [Part()]
+    parts = [PlacementRange()]
     for _ in range(12):
         halves = parts[-1].halves(least, slack)
         if halves is None:

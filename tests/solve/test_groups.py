@@ -19,7 +19,7 @@ from autopar.ir.mesh import MeshShape, deal_text
 from autopar.solve.bounds.weighted_ranks import Weighted, weighted_bound_s
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, stages_of
-from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price_placement
 from autopar.solve.costs.recompute_mix import mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.search.mixed_devices import search_groups
@@ -151,7 +151,7 @@ class Mixed:
                         for one in found
                     ]
                     try:
-                        price(ranks[0], own)  # ties, which are between stages, too
+                        price_placement(ranks[0], own)  # ties, which are between stages, too
                         cut = pipelined([ranks[group] for group in deal], own, stages)
                     except InconsistentPlacement:
                         return

@@ -24,7 +24,7 @@ from autopar.ir.annotated import (
     Strategy,
 )
 from autopar.ir.sharding import R, S
-from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price_placement
 from autopar.solve.integer_program.formulation import formulate
 from autopar.solve.integer_program.lp_relaxation import quick_memory_bound, quick_time_bound, relax
 from autopar.solve.integer_program.placement_solver import (
@@ -172,9 +172,9 @@ def test_price_equals_naive_evaluation(seed):
         expected = naive(model, choices)
         if expected is None:
             with pytest.raises(InconsistentPlacement):
-                price(model, choices)
+                price_placement(model, choices)
             continue
-        priced = price(model, choices)
+        priced = price_placement(model, choices)
         assert priced.time_s == pytest.approx(float(expected[0]), rel=1e-13)
         assert priced.memory_bytes == expected[1] == sum(priced.memory_parts.values())
 
@@ -292,12 +292,12 @@ def test_price_refuses_what_cannot_run():
     choices = [dict(choice) for choice in solve_placement(model, None).choices]
     del choices[1]["act"]
     with pytest.raises(InconsistentPlacement, match="act"):
-        price(model, choices)
+        price_placement(model, choices)
     choices = solve_placement(model, None).choices
     block = replace(model.classes[1], recompute=True, input_bytes={})
     again = replace(model, classes=(model.classes[0], block, model.classes[2]))
     with pytest.raises(ValueError, match="input_bytes"):
-        price(again, choices)
+        price_placement(again, choices)
 
 
 def test_negative_cost_is_refused():

@@ -10,7 +10,7 @@ from support.effort import examples
 
 from autopar.solve.costs import pareto
 from autopar.solve.costs.pareto import undominated
-from autopar.solve.staging.recompute_options import Kind, RecomputeOptions
+from autopar.solve.staging.recompute_options import BlockKind, RecomputeOptions
 
 
 @settings(max_examples=examples(60, 600))
@@ -34,14 +34,14 @@ def test_rows_left_are_those_that_none_dominates(seed, count, widths, together):
         assert sorted(undominated(keys)) == np.flatnonzero(~dominated).tolist()
 
 
-def random_kind(random: np.random.Generator, modes: int) -> Kind:
+def random_kind(random: np.random.Generator, modes: int) -> BlockKind:
     """A block that keeps less and takes longer the later its mode."""
     kept = -np.sort(random.integers(0, 50, modes))
     more_s, step_s = np.sort(random.random(modes)), random.random(modes)
     late = random.integers(0, 50) - kept + random.integers(0, 3, modes)
     peaks = random.integers(0, 40, (2, modes)).tolist()
     zeros = (0.0,) * modes
-    return Kind(
+    return BlockKind(
         more_s=(0.0, *more_s[1:]), work_s=zeros, step_s=tuple(step_s), lines=(),
         more_kept=tuple(kept.tolist()), transient=peaks[0], parted=peaks[1], late=tuple(late.tolist()),
     )  # fmt: skip

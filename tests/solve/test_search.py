@@ -96,7 +96,7 @@ def check_outcomes(result, order, exact) -> None:
 @pytest.mark.parametrize("lie", every(2, [0.0, 1.0]))
 def test_loose_bounds_cost_time_but_never_the_optimum(lie, monkeypatch):
     """With the quick bound at zero, the candidates are relaxed in the given order, worst first."""
-    from autopar.solve.search import fixed_candidates as module
+    from autopar.solve.search import steps as module
 
     quick = module.quick_time_bound
     monkeypatch.setattr(module, "quick_time_bound", lambda model: lie * quick(model))

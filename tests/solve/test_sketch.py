@@ -16,7 +16,7 @@ from support.effort import examples
 from support.solve_models import random_model
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds.sketch import Sketch, sums
+from autopar.solve.bounds.sketch import Sketch, prefix_sums
 from autopar.solve.bounds.zero_variants import least_of, undominated_variants
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.placement_solver import Solution
@@ -30,7 +30,9 @@ def some_sketch(rng: random.Random, units: int) -> tuple[Sketch, list[list[float
     more_s, once_s = ([rng.random() for _ in range(units)] for _ in range(2))
     plain = Sketch.of_units(forward_s, work_s)
     priced = replace(
-        plain, lines_s=np.array([sums(line) for line in lines_s]), prices=np.array([0.1, 0.4])
+        plain,
+        lines_s=np.array([prefix_sums(line) for line in lines_s]),
+        prices=np.array([0.1, 0.4]),
     )
     whole_s = [[line + more for line, more in zip(of, more_s, strict=True)] for of in lines_s]
     return priced.with_parameters([more / 3 for more in more_s], more_s, once_s), whole_s
@@ -107,14 +109,14 @@ def test_a_sketch_is_the_least_of_all_cuts_and_deals(name, chunks, seed, ranks, 
         (by_hand(sketch, lines_s, schedule, micro, held, room, static, runs) for runs in cuts),
         default=math.inf,
     )
-    assert sketch.bound_s(schedule, micro, held, room, sums(static)) == pytest.approx(
+    assert sketch.bound_s(schedule, micro, held, room, prefix_sums(static)) == pytest.approx(
         least_s, rel=2e-9
     )
     assert sketch.bound_s(schedule, micro) <= least_s
     if cuts:
         sizes = tuple(end - first for first, end in rng.choice(cuts))
         runs, fixed = runs_of(sizes), Schedule(name, ranks, chunks, sizes)
-        bound_s = sketch.bound_s(fixed, micro, held, room, sums(static))
+        bound_s = sketch.bound_s(fixed, micro, held, room, prefix_sums(static))
         own_s = by_hand(sketch, lines_s, schedule, micro, held, room, static, runs)
         assert least_s * (1 - 1e-8) <= bound_s
         assert chunks == 1 or bound_s == pytest.approx(own_s, rel=2e-9)

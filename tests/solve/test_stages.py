@@ -32,8 +32,8 @@ from autopar.ir.sharding import R
 from autopar.models.spec import parse_model
 from autopar.runtime.pipeline.schedule_actions import schedule_actions
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.costs.pipeline_cost import cut, pipelined
-from autopar.solve.costs.placement_cost import arrivals, class_costs, price
+from autopar.solve.costs.pipeline_cost import cut_blocks, pipelined
+from autopar.solve.costs.placement_cost import arrivals, class_costs, price_placement
 from autopar.solve.integer_program.placement_solver import Solution, solve_placement
 from autopar.solve.search.branch_and_bound import search
 
@@ -104,7 +104,7 @@ def test_segments_cost_what_the_model_costs(seed):
         len({(e.source, e.source_output, e.target, e.target_input) for e in model.edges})
         == len(model.edges)
     )
-    whole, costs = price(model, found.choices), class_costs(model, found.choices)
+    whole, costs = price_placement(model, found.choices), class_costs(model, found.choices)
     counts = [b.count for b in model.classes]
     seconds = sum(
         n * (model.num_microbatches * (c.forward_s + c.backward_s) + c.step_s)
@@ -137,7 +137,7 @@ def test_segments_cost_what_the_model_costs(seed):
 )
 def test_stages_are_even_and_the_slowest_is_fastest(blocks, ranks, chunks, ends):
     count = ranks * chunks
-    stages = cut(count, range(1, blocks + 1), [ends[0], *[1.0] * blocks, ends[1]])
+    stages = cut_blocks(count, range(1, blocks + 1), [ends[0], *[1.0] * blocks, ends[1]])
     assert [s for stage in stages for s in stage] == list(range(blocks + 2)), (
         "every segment once, in order"
     )

@@ -21,7 +21,7 @@ from autopar.ir.annotated import (
 )
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.pipeline_cost import pipelined, stages_of
-from autopar.solve.costs.placement_cost import price
+from autopar.solve.costs.placement_cost import price_placement
 from autopar.solve.costs.recompute_mix import Models, mixed
 from autopar.solve.costs.schedule import Schedule, Staging
 from autopar.solve.search.uniform_solver import UniformSolver
@@ -38,7 +38,7 @@ def cost(models: Models, modes: tuple[str, ...], stages) -> tuple[float, int]:
     found = mixed(models, modes)
     choices = found.choices(choices_of(models))
     if models["none"].pipeline is None:
-        priced = price(found.model, choices)
+        priced = price_placement(found.model, choices)
         return priced.time_s, priced.memory_bytes
     cut = pipelined(found.model, choices, stages)
     return cut.time_s, max(cut.memory_bytes)
@@ -309,7 +309,7 @@ def test_segments_keep_their_places_when_modes_mix():
     ]
     assert sum(b.count for b in found.model.classes) == len(modes)
     whole = mixed(models, ("none",) * len(modes))
-    assert price(whole.model, whole.choices(choices_of(models))) == price(
+    assert price_placement(whole.model, whole.choices(choices_of(models))) == price_placement(
         models["none"], choices_of(models)
     )
 

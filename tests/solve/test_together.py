@@ -13,7 +13,7 @@ from support.effort import examples
 from support.solve_models import MODES, random_modes, transformer
 
 from autopar.solve.costs.pipeline_cost import blocks_of
-from autopar.solve.costs.placement_cost import InconsistentPlacement, price
+from autopar.solve.costs.placement_cost import InconsistentPlacement, price_placement
 from autopar.solve.costs.recompute_mix import mixed
 from autopar.solve.integer_program import recompute_counts
 from autopar.solve.integer_program.recompute_counts import solve_together
@@ -39,7 +39,7 @@ def points(models) -> list[tuple[float, int]]:
         mix = mixed(models, [left[index].pop() for index in base.segments])
         for one in product(*by_class):
             try:
-                priced = price(mix.model, mix.choices(one))
+                priced = price_placement(mix.model, mix.choices(one))
             except InconsistentPlacement:
                 continue
             found.append((priced.time_s, priced.memory_bytes))
@@ -72,7 +72,7 @@ def test_placement_and_modes_are_those_of_brute_force(seed, part):
         [[mode for mode, number in c.items() for _ in range(number)] for c in found.counts],
     )
     mix = mixed(models, [left[index].pop() for index in base.segments])
-    priced = price(mix.model, mix.choices(found.choices))
+    priced = price_placement(mix.model, mix.choices(found.choices))
     assert (
         not any(left)
         and priced.memory_bytes <= capacity

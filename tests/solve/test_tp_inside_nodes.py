@@ -12,7 +12,7 @@ from support.effort import every
 
 from autopar import api
 from autopar.explaining.certificate import proof_words
-from autopar.explaining.plan_report import explain
+from autopar.explaining.plan_report import plan_text
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -59,7 +59,7 @@ def test_it_crosses_nodes_only_where_the_best_plan_without_is_a_tenth_slower(rat
     assert plan.mesh.tp == (2 if within <= (1 + INSIDE) * fastest else 4)
     assert proof.tp_inside == (plan.mesh.tp == 2 and across < within)
     assert plan.predicted.step_time_s == pytest.approx(seconds(rate)[plan.mesh.tp])
-    text = explain(plan)
+    text = plan_text(plan)
     assert (
         "Tensor parallelism does not cross nodes or PCIe, which costs" in text
     ) == proof.tp_inside
@@ -76,10 +76,14 @@ def test_all_cases_are_met():
 
 
 @cache
-def planned_on_pcie(device: str, rows: int, tolerance: float, tp: int | None = None) -> Plan:
+def planned_on_pcie(
+    device: str, rows: int, tolerance: float, tp: int | None = None, rivals: bool = False
+) -> Plan:
     pin = Pins.of(PINS | ({"tp": tp} if tp else {}))
     cluster = ClusterSpec.parse(f"{device}:4").one_kind
-    asked = PlanRequest(cluster, rows, pin, "bf16", False, "m", tolerance=tolerance)
+    asked = PlanRequest(
+        cluster, rows, pin, "bf16", False, "m", tolerance=tolerance, runners_up=rivals
+    )
     return api.plan_traced(traced(), asked, 60.0, processes=1)
 
 
@@ -95,6 +99,16 @@ def test_it_crosses_pcie_only_where_all_others_are_a_tenth_slower(device, rows, 
     assert (plan.mesh.tp == 1) == (times[1] <= (1 + INSIDE) * fastest)
     is_far = times[1] > (1 + UNSPLIT * 0.02) * fastest
     assert plan.certificate.tp_inside == (plan.mesh.tp == 1 and is_far) == is_kept
+
+
+def test_a_rival_on_fast_links_takes_the_place_of_a_plan_that_crosses(monkeypatch):
+    """The time may be over before plans on fast links are looked for."""
+    monkeypatch.setattr(Preference, "chosen", lambda self, found, *_: found)
+    plan = planned_on_pcie.__wrapped__("a10g", 4, 0.02, rivals=True)
+    crossing = planned_on_pcie("a10g", 4, 0.0)
+    assert plan.mesh.tp == 1 < crossing.mesh.tp and plan.certificate.tp_inside
+    assert plan.certificate.fastest_s == pytest.approx(crossing.predicted.step_time_s)
+    assert planned_on_pcie.__wrapped__("l4", 4, 0.02, rivals=True).mesh.tp > 1  # 16 % slower
 
 
 @pytest.mark.parametrize(

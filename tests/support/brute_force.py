@@ -6,7 +6,12 @@ import time
 from itertools import product
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.costs.placement_cost import Choices, InconsistentPlacement, Priced, price
+from autopar.solve.costs.placement_cost import (
+    Choices,
+    InconsistentPlacement,
+    Priced,
+    price_placement,
+)
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 
 
@@ -19,7 +24,7 @@ def brute_force(
     smallest: tuple[Priced, Choices] | None = None
     for choices in combinations(model, max_combinations):
         try:
-            priced = price(model, choices)
+            priced = price_placement(model, choices)
         except InconsistentPlacement:
             continue
         if smallest is None or priced.memory_bytes < smallest[0].memory_bytes:

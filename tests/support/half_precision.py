@@ -17,7 +17,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
-from autopar.runtime.state.precision import PRECISIONS, LossScale
+from autopar.runtime.state.precision import PRECISION_DTYPES, LossScale
 
 NAME, ROWS = "llama-tiny", 8
 NEAR = {"bf16": 0.015, "fp16": 0.002}
@@ -54,7 +54,7 @@ def plan_of(precision: str, mesh: MeshShape, zero: int = 0, cut: int = 1) -> Pla
 def reference(precision: str, cut: int = 1) -> Reference:
     """Half-precision forward and backward of each micro-batch; fp32 sums of gradients, and fp32 master weights."""
     masters = {name: p.detach().clone() for name, p in model().named_parameters()}
-    half, losses = copy.deepcopy(model()).to(PRECISIONS[precision]), []
+    half, losses = copy.deepcopy(model()).to(PRECISION_DTYPES[precision]), []
     before, optimizer = {k: v.clone() for k, v in masters.items()}, sgd(list(masters.values()))
     scale = LossScale.of(precision).scale
     for batch in batches():

@@ -1,4 +1,5 @@
-"""The shape of the product code: import cycles, long files, functions and classes, and long calls.
+"""The shape of the product code: import cycles, long files, functions and classes, long calls, names
+that several files define, and small files that only one other imports.
 
     python -m tests.support.imports
 
@@ -23,6 +24,7 @@ SOURCES = {
 }
 """Package name to its folder."""
 FUNCTION_LINES, CLASS_LINES, POSITIONAL = 60, 300, 7
+SMALL_FILE_LINES = 90
 
 
 @cache
@@ -158,6 +160,56 @@ def long_calls(positional: int) -> list[Place]:
     ]
 
 
+def defined_names(module: ast.Module) -> set[str]:
+    """The public names of functions, classes, constants and types at the top of a module."""
+    found = set()
+    for node in module.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = [part for target in targets for part in ast.walk(target)]
+            found.update(
+                part.id
+                for part in parts
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            )
+    return {name for name in found if not name.startswith("_")}
+
+
+def repeated_names() -> dict[str, list[str]]:
+    """Public names that several modules of the product define, with the modules."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for name in defined_names(tree(path)):
+            places.setdefault(name, []).append(module)
+    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+@cache
+def importers() -> dict[str, set[str]]:
+    """For each module those that import it, or have its name in a text: an import that is put off, or
+    a process of its own.
+    """
+    found = {name: set(import_graph().predecessors(name)) for name in modules()}
+    for module, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Constant) and node.value in found:
+                found[node.value].add(module)
+    return found
+
+
+def lone_files() -> dict[str, str]:
+    """Modules of fewer than `SMALL_FILE_LINES` lines that one other imports, with that one."""
+    return {
+        name: next(iter(users))
+        for name, users in importers().items()
+        if len(users) == 1
+        and lines_of(modules()[name]) < SMALL_FILE_LINES
+        and modules()[name].stem != "__init__"
+    }
+
+
 def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
@@ -168,6 +220,7 @@ def report() -> str:
     longest = sorted(modules().values(), key=lines_of)[-1]
     functions = long_definitions((ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)
     classes, calls = long_definitions(ast.ClassDef, CLASS_LINES), long_calls(POSITIONAL)
+    repeated, lone = repeated_names(), lone_files()
     total = sum(map(lines_of, modules().values()))
     return "\n".join(
         [
@@ -182,6 +235,10 @@ def report() -> str:
             *map(str, classes),
             f"{len(calls)} calls with {POSITIONAL} or more positional arguments",
             *map(str, calls),
+            f"{len(repeated)} public names in several files",
+            *(f"    {name}: {' '.join(places)}" for name, places in repeated.items()),
+            f"{len(lone)} files under {SMALL_FILE_LINES} lines that one file imports",
+            *(f"    {name}, by {user}" for name, user in lone.items()),
             f"{total} lines of product code in {len(modules())} files",
         ]
     )

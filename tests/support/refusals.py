@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.targets.job import Exported, Finding, Job, ModelShape
 from autopar.targets.own_parsers import PARSERS, parsed_by_framework
 from autopar.targets.registry import TARGETS
-from autopar.targets.target import Source
+from autopar.targets.target import SourceFile
 
 SHAPE = ModelShape(8, 1024, 16, 8, 64, 2816, 32000, gated=True)
 
@@ -37,16 +37,16 @@ class Case:
     seq: int | None = None
 
     @property
-    def source(self) -> Source:
+    def source(self) -> SourceFile:
         """The file."""
         if self.framework == "megatron":
             head, _, options = self.text.rpartition("\n")
             lines = f"{head}\nARGS=(\n{_complete(options)}\n)\n"
-            return Source(lines + 'torchrun pretrain_gpt.py "${ARGS[@]}"\n', "train.sh")
+            return SourceFile(lines + 'torchrun pretrain_gpt.py "${ARGS[@]}"\n', "train.sh")
         if self.framework == "torchtitan":
             command = "torchrun -m torchtitan.train --module llama3 --config llama3_8b"
-            return Source(f"{command} {self.text}\n", "train.sh")
-        return Source(self.text, "config.json" if self.text[:1] == "{" else "config.yaml")
+            return SourceFile(f"{command} {self.text}\n", "train.sh")
+        return SourceFile(self.text, "config.json" if self.text[:1] == "{" else "config.yaml")
 
     @property
     def job(self) -> Job:

@@ -47,7 +47,7 @@ def page_of(name: str) -> Page:
     """The page of a job of `JOBS`, or of one of `QUESTIONS`."""
     if name in JOBS:
         return check_page(answer_of(name))
-    asked = Asked(model=SMALL, cluster="h100:4", global_batch=32, time_limit=20.0)
+    asked = Asked(model=SMALL, cluster="h100:4", global_batch=32, time_limit_s=20.0)
     if name == "why-not of what does not fit":
         asked = replace(asked, model="gpt:layers=16,hidden=8192,heads=64,vocab=1024,seq=256")
     planner = Planner(asked, lambda text: None)

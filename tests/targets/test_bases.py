@@ -363,9 +363,9 @@ def test_gpt_neox(tmp_path: Path) -> None:
 
 def files_source(text: str):
     """A source of YAML."""
-    from autopar.targets.target import Source
+    from autopar.targets.target import SourceFile
 
-    return Source(text, "layout.yml")
+    return SourceFile(text, "layout.yml")
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_experts_of_gpt_neox(tmp_path: Path) -> None:
 def test_more_branches_than_are_read_leave_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.targets.unknown_branches.MOST_READINGS", 4)
+    monkeypatch.setattr("autopar.targets.registry.MOST_READINGS", 4)
     tests = "\n".join(f'if [ "$A{n}" = yes ]; then EXTRA="$EXTRA --seed {n}"; fi' for n in range(6))
     head = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4"
     rest = "--micro-batch-size 1 --global-batch-size 8 --seq-length 64 --max-position-embeddings 64 $EXTRA"

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
-from autopar.jobs.pricing import setting_of
+from autopar.jobs.pricing import job_setting
 from autopar.targets.job import Job
 from autopar.targets.registry import read_job
 
@@ -260,7 +260,7 @@ def test_ms_swift(tmp_path) -> None:
     )
     assert job.layout.stages == ()  # the file does not say the layers
     model = "llama:layers=27,hidden=64,heads=4,ffn=128,vocab=256,seq=8192"
-    setting = setting_of(job, ClusterSpec.parse("h100:8"), model)
+    setting = job_setting(job, ClusterSpec.parse("h100:8"), model)
     assert setting.job.layout.stages == (14, 13)
 
 

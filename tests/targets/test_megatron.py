@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from autopar.errors import AutoparError
 from autopar.targets.bridge import BRIDGE
 from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
-from autopar.targets.megatron import MEGATRON
-from autopar.targets.megatron_layout import counted_stages, ended_stages, layout_of, stages_of
-from autopar.targets.registry import read_job
-from autopar.targets.target import NotExpressible, Source
+from autopar.targets.megatron_layout import counted_stages, ended_stages, layout_stages, layout_text
+from autopar.targets.registry import MEGATRON, read_job
+from autopar.targets.target import NotExpressible, SourceFile
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=4
@@ -72,7 +71,7 @@ BASE = (
 
 
 def read(text: str, name: str = "train.sh", **files: str) -> Job:
-    return MEGATRON.read(Source(text, name, lambda asked: files.get(asked.replace(".", "_"))))
+    return MEGATRON.read(SourceFile(text, name, lambda asked: files.get(asked.replace(".", "_"))))
 
 
 def found(job: Job, kind: str) -> list[str]:
@@ -462,19 +461,19 @@ def test_connections() -> None:
     ],
 )
 def test_layout_texts(text: str, stages: list[str]) -> None:
-    assert stages_of(text) == stages
+    assert layout_stages(text) == stages
 
 
 def test_layout_texts_that_are_none() -> None:
     with pytest.raises(AutoparError, match="'x'"):
-        stages_of("Ex|L")
+        layout_stages("Ex|L")
     with pytest.raises(AutoparError, match="repeats"):
-        stages_of("t*99999|(tttttttttt)*99999")
+        layout_stages("t*99999|(tttttttttt)*99999")
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_layouts_are_read_back(sizes: list[int]) -> None:
-    assert [stage.count("t") for stage in stages_of(layout_of(sizes))] == sizes
+    assert [stage.count("t") for stage in layout_stages(layout_text(sizes))] == sizes
 
 
 def test_stages_by_ends() -> None:
@@ -559,8 +558,8 @@ def test_overrides_of_recipes_are_read_back(job: Job) -> None:
             BRIDGE.write(job)
         return
     written = BRIDGE.write(replace(job, framework="bridge"))
-    again = BRIDGE.read(Source(written.text, written.name))
-    assert BRIDGE.reads(Source(written.text, written.name))
+    again = BRIDGE.read(SourceFile(written.text, written.name))
+    assert BRIDGE.reads(SourceFile(written.text, written.name))
     assert again.layout == job.layout
     assert (again.shape, again.gpus, again.seq) == (job.shape, job.gpus, job.seq)
     assert again.unpriced == () and again.findings == ()

@@ -12,7 +12,7 @@ from autopar.jobs.wording import differences
 from autopar.targets.job import Facts, Job, Layout
 from autopar.targets.openrlhf import OPENRLHF
 from autopar.targets.registry import TARGETS
-from autopar.targets.target import NotExpressible, Source
+from autopar.targets.target import NotExpressible, SourceFile
 
 SFT = """set -x
 read -r -d '' training_commands <<EOF
@@ -36,7 +36,7 @@ PPO = """ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"
 
 
 def read(text: str) -> Job:
-    source = Source(text, "train.sh")
+    source = SourceFile(text, "train.sh")
     assert next(target.name for target in TARGETS.values() if target.reads(source)) == "openrlhf"
     return OPENRLHF.read(source)
 
@@ -68,7 +68,7 @@ def test_names_of_early_2026_and_programs_that_define_options() -> None:
     job = read(text)
     assert (job.facts.precision, job.layout.micro_batch) == ("bf16", 2 * 16384 // 4096)
     text = 'parser.add_argument("--micro_train_batch_size", type=int, default=2)'
-    assert not OPENRLHF.reads(Source(text, "train_prm.py"))
+    assert not OPENRLHF.reads(SourceFile(text, "train_prm.py"))
 
 
 @pytest.mark.parametrize("trainer", ["train_dpo", "train_rm"])

@@ -15,9 +15,8 @@ from autopar.targets.accelerate import ACCELERATE
 from autopar.targets.deepspeed import DEEPSPEED
 from autopar.targets.job import Facts, Job, Layout, ModelShape
 from autopar.targets.nanotron import NANOTRON
-from autopar.targets.registry import TARGETS, read_job
-from autopar.targets.target import NotExpressible, Source, Target
-from autopar.targets.torchtitan import TORCHTITAN
+from autopar.targets.registry import TARGETS, TORCHTITAN, read_job
+from autopar.targets.target import NotExpressible, SourceFile, Target
 from autopar.targets.torchtitan_options import split_layers
 from autopar.targets.transformers import TRANSFORMERS
 
@@ -25,7 +24,7 @@ SHAPE = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True)
 
 
 def read(target: Target, text: str, name: str) -> Job:
-    source = Source(text, name)
+    source = SourceFile(text, name)
     assert next(known.name for known in TARGETS.values() if known.reads(source)) == target.name
     return target.read(source)
 
@@ -217,7 +216,7 @@ def llama3_70b():
     ],
 )
 def test_torchtitan_refuses(flags: str, theirs: str) -> None:
-    job = TORCHTITAN.read(Source(f"torchrun -m torchtitan.train {flags}", "run.sh"))
+    job = TORCHTITAN.read(SourceFile(f"torchrun -m torchtitan.train {flags}", "run.sh"))
     assert any(theirs in words for words in kinds(job, TORCHTITAN, 16))
 
 
@@ -391,7 +390,7 @@ NAMES = {
 def test_odd_values_are_findings_or_errors(name: str, data: st.DataObject) -> None:
     values = data.draw(st.dictionaries(st.sampled_from(NAMES[name].split()), VALUES, max_size=9))
     try:
-        job = TARGETS[name].read(Source(json.dumps(values), "file.json"))
+        job = TARGETS[name].read(SourceFile(json.dumps(values), "file.json"))
         assert isinstance(TARGETS[name].refusals(job, 8), list)
     except AutoparError as error:
         assert str(error)
@@ -407,5 +406,5 @@ distributed_type: FSDP
 EOT
 torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py --num-layers 4 --hidden-size 64 --tensor-model-parallel-size 2
 """
-    source = Source(text, "train.sh")
+    source = SourceFile(text, "train.sh")
     assert [known.name for known in TARGETS.values() if known.reads(source)] == ["megatron"]

@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.jobs.wording import differences
 from autopar.targets.job import Job, Layout, ModelShape
 from autopar.targets.registry import TARGETS, read_job
-from autopar.targets.target import NotExpressible, Source
+from autopar.targets.target import NotExpressible, SourceFile
 from autopar.targets.verl import VERL
 
 PPO = """set -x
@@ -32,7 +32,7 @@ SFT = """torchrun --standalone --nnodes=1 --nproc_per_node=4 -m verl.trainer.fsd
 
 
 def read(text: str) -> Job:
-    source = Source(text, "train.sh")
+    source = SourceFile(text, "train.sh")
     assert next(target.name for target in TARGETS.values() if target.reads(source)) == "verl"
     return VERL.read(source)
 
@@ -86,10 +86,10 @@ def test_a_branch_with_megatron_that_is_not_taken() -> None:
 
 def test_with_megatron_it_is_read_as_that() -> None:
     strategy = PPO.replace("$@", "actor_rollout_ref.actor.strategy=megatron")
-    assert not VERL.reads(Source(strategy, "train.sh"))
-    assert not VERL.reads(Source("config.actor_rollout_ref.actor.strategy", "main.py"))
+    assert not VERL.reads(SourceFile(strategy, "train.sh"))
+    assert not VERL.reads(SourceFile("config.actor_rollout_ref.actor.strategy", "main.py"))
     text = PPO.replace("$@", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
-    assert not VERL.reads(Source(text, "train.sh"))
+    assert not VERL.reads(SourceFile(text, "train.sh"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ actor_rollout_ref:
   rollout: {n: 2, tensor_model_parallel_size: 2}
 trainer: {nnodes: 1, n_gpus_per_node: 8}
 """
-    source = Source(text, "trainer.yaml")
+    source = SourceFile(text, "trainer.yaml")
     assert VERL.reads(source)
     job = VERL.read(source)
     assert job.layout == Layout(micro_batch=2, global_batch=64, zero=3, recompute="full")

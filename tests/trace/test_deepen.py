@@ -17,8 +17,8 @@ from autopar.models.gpt import GPTConfig
 from autopar.models.llama import LlamaConfig
 from autopar.models.mla import MLADims
 from autopar.models.moe import MoEConfig
+from autopar.planning.plan_model import check_plan
 from autopar.planning.planner import plan_traced
-from autopar.planning.saved_plan import check_plan
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.trace.deepen import Deeper

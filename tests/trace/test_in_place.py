@@ -12,7 +12,7 @@ from support.effort import examples
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.trace.in_place import rewrite_in_place
+from autopar.trace.functionalize import rewrite_in_place
 
 SIZE = 4
 MAKES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

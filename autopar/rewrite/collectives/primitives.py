@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.sharding import COLLECTIVES, shard_extent
+from autopar.ir.sharding import COLLECTIVE_PRIMITIVES, shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, natural_order, pick, rank_major
 from autopar.rewrite.collectives.ranges import named
@@ -217,7 +217,7 @@ def start_primitive(
         result[dst.dim] = dst.extent(group.size, group.index)
     if group.size == 1:
         return Started(x)
-    if name not in COLLECTIVES:
+    if name not in COLLECTIVE_PRIMITIVES:
         return _PRIMITIVES[name](x, group, src, dst)
     if group.simulate or 0 in whole:  # nothing to send, and every rank of the group knows
         return Started(x.new_zeros(result))

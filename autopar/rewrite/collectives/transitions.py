@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.ir.sharding import Layout, transition
+from autopar.ir.sharding import AxisLayout, transition
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.collectives.patterns import Split, split_of
 from autopar.rewrite.collectives.primitives import Started, apply_primitive, start_primitive
@@ -368,7 +368,7 @@ NODE_FUNCTIONS: dict[str, Callable[..., Tensor | Pending]] = {
 
 
 def make_transition(
-    src: Layout, dst: Layout, sizes: Sequence[int | Node], rows: int | Node = 1
+    src: AxisLayout, dst: AxisLayout, sizes: Sequence[int | Node], rows: int | Node = 1
 ) -> tuple[Callable[..., Tensor | Pending], dict[str, Any]]:
     """(function, keyword arguments) such that `function(x, axis, **arguments)` changes the layout
     of x on an axis from `src` to `dst`.

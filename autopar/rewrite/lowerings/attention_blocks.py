@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-aten = torch.ops.aten
+from autopar.ops.aten import aten
 
 _EFFICIENT_LSE_MULTIPLE = 32
 """ATen's memory-efficient kernel pads the log-sum-exp with inf to a multiple of this many queries
@@ -160,7 +160,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     is converted to `dtype`, an additive one to the accumulation dtype.
     """
     if mask is None or mask.dtype != torch.bool:
-        return mask if mask is None else mask.to(accumulation_dtype(dtype))
+        return mask if mask is None else mask.to(sums_dtype(dtype))
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
@@ -171,7 +171,7 @@ def _scale(operands: Operands) -> float:
 def _scores(operands: Operands) -> Tensor:
     """Scaled and masked scores (b, hq, s, t) of a block, in fp32 or fp64. Hidden ones are -inf."""
     query, key, _, mask, is_causal, _ = operands
-    wide = accumulation_dtype(query.dtype)
+    wide = sums_dtype(query.dtype)
     products = _per_key_head(query.to(wide), key) @ key.to(wide).mT
     scores = products.reshape(*query.shape[:3], key.shape[2]) * _scale(operands)
     if (bias := _additive(mask, wide)) is not None:
@@ -182,7 +182,7 @@ def _scores(operands: Operands) -> Tensor:
     return scores
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over keys are accumulated: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -209,7 +209,7 @@ class OnlineSoftmax:
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         self._dtype = query.dtype
-        wide = accumulation_dtype(query.dtype)
+        wide = sums_dtype(query.dtype)
         self._out = query.new_zeros((*query.shape[:3], value_dim), dtype=wide)
         self._lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
 

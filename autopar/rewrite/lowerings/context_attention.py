@@ -35,9 +35,9 @@ from autopar.rewrite.collectives.transitions import all_to_all
 from autopar.rewrite.lowerings.attention_blocks import (
     OnlineSoftmax,
     Operands,
-    accumulation_dtype,
     block_backward,
     block_forward,
+    sums_dtype,
 )
 
 METHODS = ("gather", "ring", "ulysses")
@@ -358,7 +358,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         ring, steps = ctx.schedule.ring, ctx.schedule.steps
-        wide = accumulation_dtype(query.dtype)
+        wide = sums_dtype(query.dtype)
         grad = grad.contiguous()
         dquery = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         arriving: Tensor | None = None

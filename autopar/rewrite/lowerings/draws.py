@@ -32,7 +32,7 @@ from autopar.rewrite.lowerings.dropout import (
 )
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
-OPTIONS = ("lambd", "from", "to", "mean", "std", "p")
+_OPTIONS = ("lambd", "from", "to", "mean", "std", "p")
 """Arguments that say how random numbers are distributed."""
 
 
@@ -48,7 +48,7 @@ def random_tensor(
 ) -> Tensor:
     """Random numbers of the shape of `like` in `dtype`: the replacement of the ops `COUNTED`.
 
-    `op` is the schema name, and `options` its arguments (`OPTIONS`) that say how numbers are
+    `op` is the schema name, and `options` its arguments (`_OPTIONS`) that say how numbers are
     distributed. `aten::bernoulli` without `p` takes `like` as the probabilities. Each number has at
     most 32 random bits.
 
@@ -159,7 +159,7 @@ def lower_draw(
         which = noise, call, positions, whole
         if op_name(node) == "aten::dropout":
             return dropout, (args[0], call_of.arg("p"), *which), {}
-        given = {name: call_of.arg(name) for name in OPTIONS if name in argument_names(node)}
+        given = {name: call_of.arg(name) for name in _OPTIONS if name in argument_names(node)}
         options = {name: float(value) for name, value in given.items() if value is not None}
         return random_tensor, (args[0], op_name(node), options, out.dtype, *which), {}
     q, k = call_of.tensors[:2]

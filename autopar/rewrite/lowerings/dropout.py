@@ -29,7 +29,7 @@ NOISE = "dropout_noise"
 """Name of the noise input of programs and segments with dropout; see the module docstring."""
 
 NOISE_LENGTH = 5
-CHUNK = 2**18
+_CHUNK = 2**18
 """Number of elements hashed at a time. It limits the integers in memory while a mask is computed to
 some MB; 2**16 to 2**18 were the fastest on a CPU.
 """
@@ -183,11 +183,11 @@ def in_chunks(
     """
     if x.is_meta or x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
-    if x.numel() <= CHUNK:
+    if x.numel() <= _CHUNK:
         values = drawn(x.shape, of_words, key, positions, sizes, x.device)
         return values.to(dtype).contiguous()
     dim = max(range(x.dim()), key=lambda d: x.shape[d])
-    rows = max(4, CHUNK * x.shape[dim] // x.numel() // 4 * 4)
+    rows = max(4, _CHUNK * x.shape[dim] // x.numel() // 4 * 4)
     held = positions[dim]
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     for start in range(0, x.shape[dim], rows):

@@ -16,6 +16,7 @@ from torch.fx import Node
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument_names, op_name, sparse_argument
 from autopar.ir.plan_fields import AxisChoice
+from autopar.ops.aten import aten
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.strategies import lowering_of
@@ -24,8 +25,6 @@ from autopar.rewrite.lowerings.context_attention import context_attention
 from autopar.rewrite.lowerings.draws import lower_draw
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
-
-aten = torch.ops.aten
 
 Lowered = tuple[Any, tuple, dict]
 """Function, positional arguments and keyword arguments of the node that replaces a call."""

@@ -15,10 +15,10 @@ from torch.fx import Graph, Node
 from autopar.errors import AutoparError
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.mesh import MeshShape
-from autopar.ir.sharding import Layout, local_extent
+from autopar.ir.sharding import AxisLayout, local_extent
 from autopar.ops.dims import is_symbolic
 
-Layouts = dict[str, Layout]
+Layouts = dict[str, AxisLayout]
 """The layout of one value on each axis with more than one rank."""
 
 

@@ -13,7 +13,7 @@ from itertools import count
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MicroBatchRows:
     """Which rows one micro-batch runs, over all data-parallel ranks. A slot is a place for one row.
 
     `distinct` is the number of different rows. If it is less than the number of slots, the rows
@@ -40,7 +40,7 @@ class Deal:
     batch: int
     ranks: int
     rows: int
-    parts: tuple[Part, ...]
+    parts: tuple[MicroBatchRows, ...]
     evenly: bool = False
 
     @property
@@ -48,7 +48,7 @@ class Deal:
         """Slots (places for a row) in one micro-batch, over all ranks."""
         return self.ranks * self.rows
 
-    def place(self, part: Part, rank: int) -> tuple[int, int]:
+    def place(self, part: MicroBatchRows, rank: int) -> tuple[int, int]:
         """(first, distance): this rank's rows of the micro-batch begin at row `first + rank *
         distance` of the global batch, which is how dropout numbers rows. If rows repeat, the
         distance is 0.
@@ -57,7 +57,7 @@ class Deal:
             return part.first, part.stride
         return part.first + rank * part.stride % part.distinct, 0
 
-    def held(self, part: Part, rank: int) -> list[int]:
+    def held(self, part: MicroBatchRows, rank: int) -> list[int]:
         """The `rows` rows that a rank runs in a micro-batch, as numbers in the global batch; a
         number may repeat.
         """
@@ -72,7 +72,9 @@ def even_deal(batch: int, ranks: int, rows: int) -> Deal:
     divide `batch`, and `rows` must divide each share.
     """
     share = batch // ranks
-    parts = tuple(Part(first, share, ranks * rows, 1.0) for first in range(0, share, rows))
+    parts = tuple(
+        MicroBatchRows(first, share, ranks * rows, 1.0) for first in range(0, share, rows)
+    )
     return Deal(batch, ranks, rows, parts, evenly=True)
 
 
@@ -132,7 +134,7 @@ def _deal(batch: int, ranks: int, rows: int, sizes: list[int], repeats: int) -> 
     """
     parts, first = [], 0
     for size in sizes:
-        parts.append(Part(first, rows, size, size / (ranks * rows)))
+        parts.append(MicroBatchRows(first, rows, size, size / (ranks * rows)))
         first += size
     last = parts.pop()
     parts += [replace(last, weight=last.weight / (repeats + 1))] * (repeats + 1)

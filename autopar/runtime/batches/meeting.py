@@ -14,14 +14,14 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.runtime.batches.gathered_rows import gather_over
 from autopar.runtime.ranks.calls import check_calls
 
-Call = tuple[int, int, int, float]
+CallRecord = tuple[int, int, int, float]
 """What a rank tells of a method that all ranks call: its index in `CALLS`, the steps so far, and a
 checksum of what all ranks must have alike. The last entry is 1 if its masters were written into
 since graphs last read them.
 """
-NOTHING: Call = (0, 0, 0, 0.0)
+NO_CALL: CallRecord = (0, 0, 0, 0.0)
 CALL = 5
-"""The number of entries of a rank's number and its `Call`."""
+"""The number of entries of a rank's number and its `CallRecord`."""
 
 
 class Meeting:
@@ -34,7 +34,7 @@ class Meeting:
         self.changed = False
         self.differ: Callable[[], None] = lambda: None
 
-    def told_by_all(self, call: Call, read: list[float], parts: torch.Tensor) -> torch.Tensor:
+    def told_by_all(self, call: CallRecord, read: list[float], parts: torch.Tensor) -> torch.Tensor:
         """What every rank tells: a tensor (data-parallel rank, rank that shares its batch, entry).
         Entries are this rank's number, `call`, `read` and `parts`, equally many in every call.
         Raises AutoparError if ranks call different methods, or have different options.

@@ -23,17 +23,16 @@ from autopar.ops.work import positions
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
-from autopar.runtime.batches.batch_checks import IndexLimits
-from autopar.runtime.batches.batch_shapes import check_names, check_shapes
+from autopar.runtime.batches.batch_checks import IndexLimits, check_names, check_shapes
 from autopar.runtime.batches.deal import Deal, deal, even_deal, rows_of_rank
 from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_rows
-from autopar.runtime.batches.meeting import CALL, NOTHING, Call, Meeting
+from autopar.runtime.batches.meeting import CALL, NO_CALL, CallRecord, Meeting
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
 from autopar.runtime.ranks.agreement import from_all, raise_on_all
 from autopar.runtime.ranks.common_options import checksum, raise_difference
 from autopar.runtime.ranks.process_groups import call_group
-from autopar.runtime.state.precision import PRECISIONS, master_dtype
+from autopar.runtime.state.precision import PRECISION_DTYPES, master_dtype
 from autopar.trace.batches import batch_entries, batch_tensors
 from autopar.trace.nested import check_plain, rebuilt
 
@@ -152,7 +151,7 @@ class BatchSplitter:
         )
         self._together, self._plain = traced.together, traced.plain
         self._draws = any(draws(node) for block in traced.classes for node in ops(block.graph))
-        self.dtype = PRECISIONS[plan.precision]
+        self.dtype = PRECISION_DTYPES[plan.precision]
         self.positions = positions(program.whole_inputs.values(), traced.together)
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
         self.paddings = tuple(map(Padding.of, programs))
@@ -195,7 +194,7 @@ class BatchSplitter:
             cut[name] = tensor
         return rebuilt((batch,) if isinstance(batch, torch.Tensor) else batch, cut)
 
-    def meet(self, call: Call) -> None:
+    def meet(self, call: CallRecord) -> None:
         """Wait for all ranks to call the method `call`. Raises AutoparError on every rank if they
         call different ones.
         """
@@ -206,7 +205,7 @@ class BatchSplitter:
         self,
         batch: Any,
         trains: bool = False,
-        call: Call = NOTHING,
+        call: CallRecord = NO_CALL,
         refused: AutoparError | None = None,
     ) -> MicroBatches:
         """Check this rank's `batch` across all ranks, and split it into micro-batches. Every rank

@@ -23,14 +23,14 @@ from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.program import Program
-from autopar.runtime.batches.step_values import evaluate
+from autopar.runtime.batches.step_values import evaluate_values
 
 IGNORED = -100
 """The label that cross-entropy ignores by default."""
 
-REFUSED = "batches of this model cannot be filled up to a longer length: {}; leave out buckets"
+_REFUSED = "batches of this model cannot be filled up to a longer length: {}; leave out buckets"
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-7, torch.bfloat16: 0.0, torch.float16: 0.0}
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-7, torch.bfloat16: 0.0, torch.float16: 0.0}
 """The largest relative difference of the loss that counts as rounding, by dtype. The sums are the
 same, so it is small.
 """
@@ -68,7 +68,7 @@ class Padding:
             or not values.adds_up_numbers
         ):
             reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
-            raise AutoparError(REFUSED.format(reason))
+            raise AutoparError(_REFUSED.format(reason))
         targets = frozenset(
             name
             for name, val in counted.items()
@@ -92,14 +92,14 @@ class Padding:
             for name, val in vals.items()
             if name not in counted
         }
-        parts = evaluate(values.local, {"input": ignored | others}, 2, torch.device("cpu"))
+        parts = evaluate_values(values.local, {"input": ignored | others}, 2, torch.device("cpu"))
         if any(part.any() for part in parts):
             reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
             if not targets:
                 reason = (
                     f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"
                 )
-            raise AutoparError(REFUSED.format(reason))
+            raise AutoparError(_REFUSED.format(reason))
         return Padding(length, dims, targets, frozenset(counted) - targets)
 
     def length_of(self, tensors: Mapping[str, Tensor]) -> int:
@@ -149,7 +149,7 @@ def check_model(traced: TracedModel) -> None:
     ):
         reason = "its experts have a capacity factor, which counts all positions"
     if reason:
-        raise AutoparError(REFUSED.format(reason))
+        raise AutoparError(_REFUSED.format(reason))
 
 
 def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length: int) -> None:
@@ -157,7 +157,7 @@ def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length
     tokens, differ by more than rounding in `dtype`, or are NaN. `given` and `length`, the positions
     before and after padding, are for the message.
     """
-    if not abs(one - other) <= TOLERANCE[dtype] * max(abs(one), abs(other)):
+    if not abs(one - other) <= _TOLERANCE[dtype] * max(abs(one), abs(other)):
         raise AutoparError(
             f"a batch of {given} positions was filled up to {length}, and its loss depends on what it was filled with ({one:.9g} or "
             f"{other:.9g}). Positions see what follows them, or a loss over all positions (a router's balance) counts them. Give the model "

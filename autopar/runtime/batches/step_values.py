@@ -1,5 +1,5 @@
-"""Computes step values: numbers that depend on the whole batch, before the first forward
-(`ir/traced.StepValues`).
+"""What a step computes before the first forward: step values, which depend on the whole batch
+(`ir/traced.StepValues`), and the rows of embedding tables that it rescales (`max_norm`).
 
 Each data-parallel rank computes parts from its own rows. Parts are summed over these ranks. Where a
 sum is not enough, rows of a few inputs are gathered. Every rank then computes the same values, and
@@ -13,13 +13,21 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
-from autopar.ir.traced import StepValues
+from autopar.ir.traced import RowLimit, StepValues
 from autopar.ops.dims import at_batch
 from autopar.ops.values import output_nodes
+from autopar.rewrite.collectives.patterns import Split, pick
+from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.runtime.state.parameters import Parameters
+
+_LEAST = 1e-7
+"""What torch.embedding_renorm_ adds to a norm before it divides by it."""
 
 
 class StepInputs:
@@ -55,7 +63,9 @@ class StepInputs:
         """The parts from this rank's `rows` rows, flattened and joined to one fp64 vector. `inputs`
         are model inputs by name, `tensors` whole buffers and constants by name.
         """
-        found = evaluate(self.values.local, {"tensor": tensors, "input": inputs}, rows, device)
+        found = evaluate_values(
+            self.values.local, {"tensor": tensors, "input": inputs}, rows, device
+        )
         flat = [part.to(torch.float64).reshape(-1) for part in found]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
 
@@ -77,7 +87,7 @@ class StepInputs:
             f"part{k}": piece.reshape(shape)
             for k, (piece, shape) in enumerate(zip(pieces, self.shapes, strict=True))
         }
-        found = evaluate(
+        found = evaluate_values(
             self.values.whole, {"tensor": tensors, "input": inputs, "part": added}, rows, device
         )
         return [
@@ -89,7 +99,7 @@ class StepInputs:
         return value.to(self.dtype if single else val.dtype)
 
 
-def evaluate(
+def evaluate_values(
     graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device
 ) -> Sequence[Tensor]:
     """The results of a graph for a batch of `rows` rows, in the order of its outputs. `given` has
@@ -141,3 +151,46 @@ def _of_one_dtype(read: dict[Node, Any]) -> dict[Node, Any]:
         node: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for node, value in read.items()
     }
+
+
+class RowLimits:
+    """The embedding tables of a model whose rows each step rescales before forward."""
+
+    def __init__(self, limits: Sequence[RowLimit], parameters: Parameters) -> None:
+        self.limits, self.parameters = limits, parameters
+        self.device = parameters.holding.device
+
+    @torch.no_grad()
+    def apply(self, inputs: Sequence[Mapping[str, Tensor]], rows: int) -> None:
+        """Rescale the rows that a batch reads. `inputs` are the graph's inputs of each micro-batch
+        of this rank, `rows` those of one micro-batch. Every rank must call it.
+        """
+        for limit in self.limits:
+            read = torch.zeros(limit.rows, dtype=torch.int32, device=self.device)
+            for given in inputs:
+                (ids,) = evaluate_values(limit.ids, {"input": given}, rows, self.device)
+                read[ids.reshape(-1)] = 1
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(read, dist.ReduceOp.MAX)
+            if limit.name in self.parameters.leaves:
+                self._rescale(limit, read > 0)
+
+    def _rescale(self, limit: RowLimit, read: Tensor) -> None:
+        """Rescale this rank's part of the rows that `read` (rows,) marks, in place."""
+        if limit.name in self.parameters.wholes:
+            raise AutoparError(
+                f"the embedding table {limit.name!r} has max_norm, and the optimizer updates it whole on one rank: train it by an "
+                "optimizer that updates element by element, such as torch.optim.SGD or AdamW"
+            )
+        table = self.parameters.whole(limit.name)
+        norms = torch.linalg.vector_norm(table, limit.norm_type, dim=1)
+        for group, split in self.parameters.holding.cuttings[limit.name].splits:
+            if split.dim == 0:
+                read = pick(read, split, group.size, group.index)
+            else:  # columns: the norm of the norms of all ranks' parts
+                parts = apply_primitive("all_gather", norms[None], group, Split(0, group.size))
+                norms = torch.linalg.vector_norm(parts, limit.norm_type, dim=0)
+        factors = (limit.max_norm / (norms + _LEAST)).masked_fill(
+            ~read | (norms <= limit.max_norm), 1.0
+        )
+        self.parameters.rescale(limit.name, factors[:, None].expand_as(table))

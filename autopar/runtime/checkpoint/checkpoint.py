@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, shown
 from autopar.runtime.checkpoint.files import (
-    FORMAT_VERSION,
+    CHECKPOINT_VERSION,
     STATE,
     Found,
     begin,
@@ -40,7 +40,7 @@ from autopar.runtime.checkpoint.files import (
 from autopar.runtime.checkpoint.optimizer_state import (
     group_options,
     matching_options,
-    merged,
+    merged_groups,
     room_for,
     set_options,
     set_values,
@@ -51,7 +51,7 @@ from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks, say
 from autopar.runtime.ranks.process_groups import file_group
 from autopar.runtime.state.inner_optimizers import attributes, digests, set_attributes
-from autopar.runtime.state.pieces import Pieces, read_pieces, tensors_in, write_pieces
+from autopar.runtime.state.pieces import Pieces, read_pieces, saved_tensors, write_pieces
 
 Extra = Mapping[str, Any]
 """Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by user-chosen
@@ -198,7 +198,7 @@ class Checkpoints:
         first = ranks[0]["digests"]
         apart = [k for k in data if any(rank["digests"].get(k) != first.get(k) for rank in ranks)]
         state = {
-            "groups": merged(rank["groups"] for rank in ranks),
+            "groups": merged_groups(rank["groups"] for rank in ranks),
             "values": {name: found for rank in ranks for name, found in rank["values"].items()},
             "random": [rank["random"] for rank in ranks],
             "loss_scale": (engine.loss_scale.scale, engine.loss_scale.good_steps)
@@ -220,7 +220,7 @@ class Checkpoints:
     def _header(self) -> dict[str, Any]:
         engine = self.engine
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": CHECKPOINT_VERSION,
             "steps": engine.steps,
             "seed": engine.seed,
             "model_name": engine.plan.model_name,
@@ -372,7 +372,7 @@ def _state_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
     """For each parameter, its optimizer state tensors in a checkpoint by key, on the meta device."""
     found: dict[str, dict[str, Tensor]] = {}
     with disk_errors(f"cannot read {path / '.metadata'}"):
-        entries = tensors_in(dcp.FileSystemReader(path).read_metadata())
+        entries = saved_tensors(dcp.FileSystemReader(path).read_metadata())
     for entry, stored in entries.items():
         if entry.startswith("optimizer/"):
             name, _, key = entry.removeprefix("optimizer/").rpartition("/")
@@ -389,7 +389,7 @@ def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     AutoparError if it cannot be read.
     """
     with disk_errors(f"cannot read {path / '.metadata'}"):
-        entries = tensors_in(dcp.FileSystemReader(path).read_metadata())
+        entries = saved_tensors(dcp.FileSystemReader(path).read_metadata())
         return {name: tuple(entry.size) for name, entry in entries.items()}
 
 

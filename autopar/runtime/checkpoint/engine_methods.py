@@ -16,7 +16,7 @@ from autopar.files import path_of
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.batches.sampler import DataParallelSampler
 from autopar.runtime.checkpoint.checkpoint import Checkpoints, Extra, Saving
-from autopar.runtime.checkpoint.export import export
+from autopar.runtime.checkpoint.export import export_weights
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.state.pieces import Cut, Held
 from autopar.runtime.state.user_changes import UserChanges
@@ -182,7 +182,7 @@ class Durable(CheckpointSource):
         path = path_of(directory, "exported weights")
         with self._together("export"):
             self._checkpoints.wait()
-            export(self, path, dtype, max_file_bytes)
+            export_weights(self, path, dtype, max_file_bytes)
 
     def sampler(
         self, dataset: Sized, shuffle: bool = True, drop_last: bool = True

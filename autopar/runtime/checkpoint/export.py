@@ -19,12 +19,12 @@ from autopar.runtime.checkpoint.files import disk_errors, partial_of
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
-from autopar.runtime.state.pieces import read_pieces, tensors_in, whole, write_pieces
+from autopar.runtime.state.pieces import read_pieces, saved_tensors, whole_pieces, write_pieces
 
 INDEX = "model.safetensors.index.json"
 
 
-def export(
+def export_weights(
     engine: CheckpointSource, directory: Path, dtype: torch.dtype | None, max_file_bytes: int
 ) -> None:
     """Write the weights into a new directory: model.safetensors, or numbered files of at most
@@ -75,7 +75,7 @@ def _finish(directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> 
         reader = dcp.FileSystemReader(partial / "pieces")
         tensors = {
             name: (torch.Size(entry.size), entry.properties.dtype)
-            for name, entry in tensors_in(reader.read_metadata()).items()
+            for name, entry in saved_tensors(reader.read_metadata()).items()
         }
         files = _files(tensors, dtype, max_file_bytes)
         for name, members in files.items():
@@ -84,7 +84,9 @@ def _finish(directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> 
                 for member in members
             }
             read_pieces(
-                partial / "pieces", {member: whole(tensor) for member, tensor in read.items()}, None
+                partial / "pieces",
+                {member: whole_pieces(tensor) for member, tensor in read.items()},
+                None,
             )
             save_file(
                 {member: _in(tensor, dtype) for member, tensor in read.items()},

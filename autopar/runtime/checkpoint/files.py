@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from autopar.errors import AutoparError
 from autopar.runtime.ranks.agreement import lost_contact
 
-FORMAT_VERSION = 1
+CHECKPOINT_VERSION = 1
 HEADER, STATE = "autopar.json", "state.pt"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
@@ -99,9 +99,9 @@ def _checked(path: Path) -> dict[str, Any]:
         raise AutoparError(
             f"{path} is incomplete: its {HEADER} cannot be read ({type(error).__name__}: {str(error)[:100]})"
         ) from None
-    if version != FORMAT_VERSION:
+    if version != CHECKPOINT_VERSION:
         raise AutoparError(
-            f"{path} has checkpoint format {version}; this autopar reads format {FORMAT_VERSION}"
+            f"{path} has checkpoint format {version}; this autopar reads format {CHECKPOINT_VERSION}"
         )
     for name, (size_bytes, _) in files.items():
         file = path / name
@@ -140,7 +140,7 @@ def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[st
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):
         _write_file(partial / STATE, state)
-        checksums = checksums | {name: checksum(partial / name) for name in (STATE, ".metadata")}
+        checksums = checksums | {name: _checksum(partial / name) for name in (STATE, ".metadata")}
         files = {
             name: [(partial / name).stat().st_size, found]
             for name, found in sorted(checksums.items())
@@ -151,7 +151,7 @@ def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[st
         _sync(final.parent)
 
 
-def checksum(file: Path) -> int:
+def _checksum(file: Path) -> int:
     """The CRC-32 of a file."""
     found = 0
     with file.open("rb") as content:
@@ -165,7 +165,7 @@ def own_checksums(final: Path, rank: int) -> dict[str, int]:
     name. The checkpoint is still partial; `final` is its later path.
     """
     with disk_errors(f"cannot save {final}"):
-        return {file.name: checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
+        return {file.name: _checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
 
 
 def check_content(found: Found, rank: int, world_size: int) -> None:
@@ -174,7 +174,7 @@ def check_content(found: Found, rank: int, world_size: int) -> None:
     """
     for name, (_, expected) in sorted(found.header["files"].items())[rank::world_size]:
         with disk_errors(f"cannot read {found.path / name}"):
-            actual = checksum(found.path / name)
+            actual = _checksum(found.path / name)
         if actual != expected:
             raise AutoparError(
                 f"{found.path} is damaged: {name} has changed since it was saved; load another checkpoint by its directory"

@@ -26,7 +26,7 @@ from autopar.runtime.state.inner_optimizers import (
 )
 from autopar.runtime.state.optimizer_trials import needs_closure
 from autopar.runtime.state.optimizers import is_elementwise, step
-from autopar.runtime.state.pieces import Held, Pieces, local_part, whole
+from autopar.runtime.state.pieces import Held, Pieces, local_part, whole_pieces
 
 Groups = list[dict[str, Any]]
 """Parameter groups: the `names` of the parameters in each group, and its `options` (learning rate,
@@ -76,7 +76,7 @@ def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
     """
     local, parameter = local_part(value), local_part(held.tensor)
     if value.dim() == 0 or not held.cuts:
-        return whole(local)
+        return whole_pieces(local)
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
         raise AutoparError(
             f"a checkpoint cannot hold {what}: it is a sum that ranks have not added up"
@@ -120,7 +120,7 @@ def group_options(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) ->
     ]
 
 
-def merged(ranks: Iterable[Groups]) -> Groups:
+def merged_groups(ranks: Iterable[Groups]) -> Groups:
     """The combined groups of all ranks, which may hold different parameters. Options come from the
     first rank with parameters in the group.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, shown
 from autopar.runtime.checkpoint.optimizer_state import (
     group_options,
-    merged,
+    merged_groups,
     room_for,
     set_options,
     set_values,
@@ -56,7 +56,7 @@ def plain_state(
                 if not isinstance(room.get(key), Tensor):
                     room[key] = torch.zeros(pieces.shape, dtype=pieces.local.dtype)
                 _put(room[key], pieces)
-    options, numbers = merged(own_groups for _, _, own_groups in ranks), count()
+    options, numbers = merged_groups(own_groups for _, _, own_groups in ranks), count()
     found_groups: list[dict[str, Any]] = []
     by_number: dict[int, Any] = {}
     for names, saved in zip(groups, options, strict=True):

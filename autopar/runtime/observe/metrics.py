@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.batches.micro_batches import BatchSize
 
-Mark = float | torch.cuda.Event
+_Mark = float | torch.cuda.Event
 """A point in time: seconds of this machine's clock, or an event on the device's stream."""
 
 
@@ -79,7 +79,7 @@ class Meter:
         self._predicted_s = predicted.step_time_s
         self._predicted_bytes = peaks[place] if place < len(peaks) else max(peaks, default=0)
         self.device = device
-        self._begun: Mark | None = None
+        self._begun: _Mark | None = None
         self._last: tuple[Any, ...] | None = None
         self.norm: torch.Tensor | None = None
 
@@ -91,7 +91,7 @@ class Meter:
         """Record that a step has ended, with its loss and the size of its batch."""
         self._last = step, loss, size, self.norm, self._begun, self._now()
 
-    def _now(self) -> Mark:
+    def _now(self) -> _Mark:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.rewrite.collectives.ranges import named
 from autopar.rewrite.lowerings.dropout import NOISE
 from autopar.rewrite.program import Program, StageProgram
-from autopar.rewrite.root import Value
+from autopar.rewrite.root import SegmentValue
 from autopar.rewrite.shape_check import local_shape
 from autopar.runtime.pipeline.schedule_actions import LISTS, LOOPS
 from autopar.runtime.pipeline.split_backward import Left, PartedBackward
@@ -144,7 +144,7 @@ class Pipeline:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
 
-    def _described(self, value: Value, rows: int) -> Tensor:
+    def _described(self, value: SegmentValue, rows: int) -> Tensor:
         """A meta tensor with the shape and dtype of this rank's part of a value that crosses a
         stage boundary, for micro-batches of `rows` rows.
         """
@@ -375,7 +375,7 @@ class _StageModule(nn.Module):
         self.losses.append(results[0].detach())
         return _no_view(results[0])
 
-    def _ready(self, value: Value, x: Tensor) -> Tensor:
+    def _ready(self, value: SegmentValue, x: Tensor) -> Tensor:
         """A value in a form that can be sent: contiguous, and not a view. RuntimeError if it has a
         gradient although the program says that it has none.
         """

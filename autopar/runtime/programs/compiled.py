@@ -44,7 +44,7 @@ from autopar.rewrite.program import Program
 from autopar.rewrite.shard import local_shard
 from autopar.runtime.programs.recompute import Recomputed
 
-OPTIONS = ("backend", "mode", "options", "dynamic")
+_OPTIONS = ("backend", "mode", "options", "dynamic")
 """Options of torch.compile that a user may set. (`fullgraph` is excluded: it would treat the early
 stop of a recomputation as a graph break.)
 """
@@ -123,11 +123,11 @@ class Compiler:
         """
         self.on, options = given is not False, {} if isinstance(given, bool) else given
         if not isinstance(options, Mapping) or (
-            unknown := [name for name in options if name not in OPTIONS]
+            unknown := [name for name in options if name not in _OPTIONS]
         ):
             what = shown(given if not isinstance(options, Mapping) else unknown[0])
             raise AutoparError(
-                f"compile={what} is not known; True, False, or a dict of {', '.join(OPTIONS)}, as torch.compile takes them"
+                f"compile={what} is not known; True, False, or a dict of {', '.join(_OPTIONS)}, as torch.compile takes them"
             )
         self.options = dict(options)
         try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.ranks.process_groups import call_group
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 TIMEOUT_S = 600.0
 """Seconds that a rank waits for the others. The longest work of one rank alone is planning and file
@@ -30,7 +30,7 @@ class LostRanks(AutoparError):
     """Raised if another rank has ended, or did not respond within the time limit."""
 
 
-def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
+def from_first(group: dist.ProcessGroup | None, function: Callable[[], _T]) -> _T:
     """Call `function` on rank 0 only, and return its result on every rank, or raise its
     AutoparError on every rank. Without a group this rank is alone and calls it.
     """
@@ -46,7 +46,7 @@ def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
     return value
 
 
-def from_all(group: dist.ProcessGroup | None, function: Callable[[], T]) -> list[T]:
+def from_all(group: dist.ProcessGroup | None, function: Callable[[], _T]) -> list[_T]:
     """Call `function` on every rank, and return the list of results, by rank, on every rank. If
     ranks fail, the AutoparError of the first one is raised on all. Without a group this rank is
     alone.
@@ -80,7 +80,7 @@ def raise_on_all(mistake: AutoparError | None) -> None:
         raise mistake or error from None
 
 
-def _outcome(function: Callable[[], T]) -> tuple[T | None, str]:
+def _outcome(function: Callable[[], _T]) -> tuple[_T | None, str]:
     try:
         return function(), ""
     except AutoparError as error:

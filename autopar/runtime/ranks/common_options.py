@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 
-LONGEST = 8
+_LONGEST = 8
 """The longest list or tuple that is compared as an option."""
 
 
@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else _OTHER
-    if isinstance(value, list | tuple) and len(value) <= LONGEST:
+    if isinstance(value, list | tuple) and len(value) <= _LONGEST:
         found = [_plain(entry) for entry in value]
         return _OTHER if any(entry is _OTHER for entry in found) else found
     return _OTHER

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, shown
 from autopar.rewrite.collectives.axes import AxisGroup
-from autopar.runtime.state.names import Names
+from autopar.runtime.state.names import TensorNames
 
-Limit = float | Callable[[float], float]
+_Limit = float | Callable[[float], float]
 """A limit, or a function from the norm of this step to the limit."""
 
 
@@ -30,7 +30,7 @@ class ClipNorm:
         each: whether each parameter is clipped by its own norm.
     """
 
-    limit: Limit
+    limit: _Limit
     names: str | tuple[str, ...] | None = None
     norm_type: float = 2.0
     each: bool = False
@@ -81,7 +81,7 @@ class _Rule:
         return f"{replace(self.clip, limit=1.0)} with limit {limit}"
 
 
-def rules_of(clip: Clip | Sequence[Clip] | None, names: Names) -> tuple[_Rule, ...]:
+def rules_of(clip: Clip | Sequence[Clip] | None, names: TensorNames) -> tuple[_Rule, ...]:
     """The rules of `clip`, in order, each with the first names of its parameters. Raises
     AutoparError for something else, or a name that no trained parameter has.
     """
@@ -187,7 +187,7 @@ def apply_rules(
     return first
 
 
-def _limit(limit: Limit, norm: Tensor) -> float:
+def _limit(limit: _Limit, norm: Tensor) -> float:
     if not callable(limit):
         return limit
     found = limit(float(norm))

@@ -19,9 +19,9 @@ from autopar.errors import AutoparError
 from autopar.ir.traced import ParameterSpec
 from autopar.runtime.state.pieces import local_part
 
-Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-NAMED = ("named_parameters", "named_params", "named")
+_NAMED = ("named_parameters", "named_params", "named")
 """Names of a factory's first argument with which it gets pairs of name and parameter."""
 
 
@@ -36,7 +36,7 @@ class Built:
     hooks: Mapping[str, Mapping[int, Callable[[Tensor], Tensor | None]]]
 
 
-def built(factory: Factory, trained: Mapping[str, nn.Parameter]) -> Built:
+def built(factory: OptimizerFactory, trained: Mapping[str, nn.Parameter]) -> Built:
     """Call the factory on `trained`, the parameters of the whole model by name. Raises AutoparError
     if it returns no optimizer, or one of other tensors, or sets hooks that cannot run.
     """
@@ -50,7 +50,7 @@ def built(factory: Factory, trained: Mapping[str, nn.Parameter]) -> Built:
     return Built(optimizer, groups, _taken_hooks(trained))
 
 
-def attributes_of(
+def parameter_attributes(
     model: nn.Module, specs: Mapping[str, ParameterSpec]
 ) -> dict[str, dict[str, Any]]:
     """The attributes that the user set on trained parameters of the model, such as
@@ -64,16 +64,18 @@ def attributes_of(
     }
 
 
-def takes_names(factory: Factory) -> bool:
-    """Whether the factory's first argument is called as in `NAMED`."""
+def takes_names(factory: OptimizerFactory) -> bool:
+    """Whether the factory's first argument is called as in `_NAMED`."""
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
     except (TypeError, ValueError):  # a builtin
         return False
-    return first in NAMED
+    return first in _NAMED
 
 
-def _called(factory: Factory, trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def _called(
+    factory: OptimizerFactory, trained: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
     named = takes_names(factory)
     try:
         optimizer = factory(list(trained.items()) if named else list(trained.values()))  # type: ignore[arg-type]
@@ -145,7 +147,7 @@ def keep(optimizer: torch.optim.Optimizer, kept: Iterable[Tensor]) -> None:
                 group[key][:] = [x for x, stay in zip(group[key], stays, strict=True) if stay]
 
 
-def replaced(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+def replace_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.Parameter]) -> None:
     """Put other parameters in place of those of the optimizer, by id(), with their state as plain
     local tensors.
     """

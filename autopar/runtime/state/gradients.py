@@ -9,18 +9,18 @@ import torch
 from autopar_cost_models.constants import BUCKET_BYTES
 from torch import Tensor
 
-from autopar.ir.sharding import RP, Layout
+from autopar.ir.sharding import RP, AxisLayout
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive, sum_in_place
 from autopar.runtime.state.gathering import Gathering
 from autopar.runtime.state.holding import Holding, Trained
 from autopar.runtime.state.zero import Moving, buckets, scatter
 
-Layouts = Mapping[str, Mapping[str, Layout]]
+_Layouts = Mapping[str, Mapping[str, AxisLayout]]
 """The layouts of each parameter on each axis with more than one rank."""
 
 
-def partial_axes(layouts: Mapping[str, Layout]) -> tuple[str, ...]:
+def partial_axes(layouts: Mapping[str, AxisLayout]) -> tuple[str, ...]:
     """The axes over which the gradient of a parameter with these layouts is a partial sum after
     backward.
     """
@@ -29,7 +29,7 @@ def partial_axes(layouts: Mapping[str, Layout]) -> tuple[str, ...]:
 
 def add_up(
     grads: dict[str, Tensor],
-    layouts: Layouts,
+    layouts: _Layouts,
     axes: Mapping[str, AxisGroup],
     put: Callable[[str, Tensor], None],
 ) -> None:
@@ -55,7 +55,7 @@ def add_up(
 
 def global_norm(
     grads: Mapping[str, Tensor],
-    layouts: Layouts,
+    layouts: _Layouts,
     axes: Mapping[str, AxisGroup],
     device: torch.device,
 ) -> Tensor:

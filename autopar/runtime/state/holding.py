@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from autopar.ir.mesh import COPIES
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import Layout, S
+from autopar.ir.sharding import AxisLayout, S
 from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.state.pieces import local_part
-from autopar.runtime.state.precision import PRECISIONS, master_dtype
+from autopar.runtime.state.precision import PRECISION_DTYPES, master_dtype
 from autopar.runtime.state.zero import Share, gathered, share_of
 
 HOST = torch.device("cpu")
@@ -34,7 +34,7 @@ class Cutting:
     local_shape: tuple[int, ...]
     splits: tuple[tuple[AxisGroup, Split], ...]
     share: Share
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, AxisLayout]
 
     @property
     def is_cut(self) -> bool:
@@ -109,13 +109,16 @@ class Holding:
         self,
         plan: Plan,
         specs: Mapping[str, ParameterSpec],
-        layouts: Mapping[str, Mapping[str, Layout]],
+        layouts: Mapping[str, Mapping[str, AxisLayout]],
         axes: Mapping[str, AxisGroup],
         device: torch.device,
     ) -> None:
         self.plan, self.specs, self.device = plan, specs, device
         self.layouts, self.axes = layouts, axes
-        self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
+        self.dtype, self.master_dtype = (
+            PRECISION_DTYPES[plan.precision],
+            master_dtype(plan.precision),
+        )
         self.half = self.dtype != self.master_dtype
         self.offloads, self.fetches = plan.offload != "none", plan.offload == "parameters"
         self.sends_each_pass = plan.zero >= 2 and self.by_pass
@@ -144,7 +147,7 @@ class Holding:
             of_master[COPIES] = layouts["dp"]
         return Cutting(tuple(spec.shape), tuple(shape), tuple(splits), share, of_master)
 
-    def layouts_of_masters(self, names: Iterable[str]) -> dict[str, Mapping[str, Layout]]:
+    def layouts_of_masters(self, names: Iterable[str]) -> dict[str, Mapping[str, AxisLayout]]:
         """For each name, the layouts by mesh axis of the master, which its gradient shares."""
         return {name: self.cuttings[name].layouts for name in names}
 

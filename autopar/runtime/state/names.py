@@ -17,7 +17,7 @@ _SIMPLE = (bool, int, float, complex, str, tuple, type(None))
 """Types of attributes whose values a traced forward holds as constants."""
 
 
-class Names:
+class TensorNames:
     """The names of a model's tensors. `specs` has those that forward reads, by their first name."""
 
     def __init__(self, model: nn.Module, specs: Mapping[str, ParameterSpec]) -> None:

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.state.pieces import local_part
 from autopar.runtime.state.reach import rebound
 
-STEPS, RATE, LONGEST = 6, 0.1, 5
+_STEPS, _RATE, _LONGEST = 6, 0.1, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[_StandIn]:
                     number,
                     real,
                     tuple(
-                        min(size, LONGEST - (dim + place) % 3)
+                        min(size, _LONGEST - (dim + place) % 3)
                         for dim, size in enumerate(real.shape)
                     ),
                 )
@@ -216,7 +216,7 @@ def _trained(
     before: bool = True,
     moving: set[str] | None = None,
 ) -> list[Tensor]:
-    """The values of all stand-ins after `STEPS` steps of a copy that trains those with indices in
+    """The values of all stand-ins after `_STEPS` steps of a copy that trains those with indices in
     `chosen`. `seed` seeds the optimizer's own random draws.
 
     With `closure`, gradients are those of a quadratic loss, which the step may ask for again.
@@ -228,7 +228,7 @@ def _trained(
     twin = _twin(optimizer, stand_ins, tensors, chosen)
     torch.manual_seed(seed)
     options = [_options(group) for group in twin.param_groups]
-    for _ in range(STEPS):
+    for _ in range(_STEPS):
         targets = [stand_in.tensor(generator) for stand_in in stand_ins]
 
         def compute(targets: list[Tensor] = targets) -> Tensor:
@@ -285,7 +285,9 @@ def _twin(
         }
         if isinstance(options.get("lr"), (float, int, Tensor)):  # a warm-up may begin at zero
             options["lr"] = (
-                torch.full_like(options["lr"], RATE) if isinstance(options["lr"], Tensor) else RATE
+                torch.full_like(options["lr"], _RATE)
+                if isinstance(options["lr"], Tensor)
+                else _RATE
             )
         memo[id(group)] = found = options | {"params": own}
         twin.param_groups.append(found)

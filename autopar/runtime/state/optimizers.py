@@ -1,6 +1,6 @@
 """Optimizers over sharded parameters: which can run on shards, and which need whole matrices.
 
-Element-wise optimizers (`ELEMENTWISE`, by exact type) run on shards unchanged. Where torch lacks
+Element-wise optimizers (`_ELEMENTWISE`, by exact type) run on shards unchanged. Where torch lacks
 ops for DTensors (Rprop, `fused=True`), they get the local tensors instead. Adafactor averages rows
 and columns, which are sums over ranks on DTensors. torch 2.13 leaves these sums pending and then
 refuses to modify them in place; `Summed` completes them at once. Every other class, including
@@ -18,25 +18,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import sparse_argument
 from autopar.ir.plan import Plan
-from autopar.ir.traced import ParameterSpec
+from autopar.ir.traced import ParameterSpec, TracedModel
 from autopar.runtime.ranks.agreement import from_all, say
 from autopar.runtime.ranks.process_groups import call_group
-from autopar.runtime.state.factories import Factory, attributes_of, built, keep, replaced
+from autopar.runtime.state.factories import (
+    OptimizerFactory,
+    built,
+    keep,
+    parameter_attributes,
+    replace_parameters,
+)
 from autopar.runtime.state.holding import HOST
-from autopar.runtime.state.loaded_state import shard_state
 from autopar.runtime.state.optimizer_trials import Habits, check_step, habits_of, needs_closure
 from autopar.runtime.state.reach import tensors_of
 
 if TYPE_CHECKING:
     from autopar.runtime.state.parameters import Parameters
 
-ELEMENTWISE = (
+_ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
@@ -65,7 +71,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is known to be element-wise: by its class, and without step hooks,
     which could see more.
     """
-    return type(optimizer) in ELEMENTWISE and not step_hooks(optimizer)
+    return type(optimizer) in _ELEMENTWISE and not step_hooks(optimizer)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -107,7 +113,7 @@ class Updating:
 
 
 def make_optimizer(
-    factory: Factory,
+    factory: OptimizerFactory,
     parameters: Parameters,
     plan: Plan,
     specs: Mapping[str, ParameterSpec],
@@ -122,7 +128,7 @@ def make_optimizer(
     masters; `factory` is then called twice. Raises AutoparError if it cannot run exactly under the
     plan.
     """
-    attributes = attributes_of(model, specs)
+    attributes = parameter_attributes(model, specs)
     found = alike(lambda: _built(factory, parameters, specs, attributes))
     optimizer = found.optimizer
     if is_elementwise(optimizer) or (_is_adafactor(optimizer) and plan.offload == "none"):
@@ -198,7 +204,7 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _built(
-    factory: Factory,
+    factory: OptimizerFactory,
     parameters: Parameters,
     specs: Mapping[str, ParameterSpec],
     attributes: Mapping[str, Mapping[str, Any]],
@@ -315,7 +321,7 @@ def _on_local_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) 
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if is_elementwise(optimizer) and (fused or type(optimizer) is torch.optim.Rprop):
-        replaced(optimizer, parameters.masters_as_local())
+        replace_parameters(optimizer, parameters.masters_as_local())
 
 
 def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -339,3 +345,79 @@ def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = N
             f"{kind} steps by {op}, which torch {torch.__version__} has for whole parameters alone, and these are sharded: "
             f"use {kind} with its default options, or another optimizer"
         ) from error
+
+
+def shard_state(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], parameters: Parameters
+) -> None:
+    """Cut whole tensors in the state of sharded parameters as these are. `trained` has what the
+    factory was given, by name. Raises AutoparError for a tensor of another shape.
+    """
+    for name, parameter in trained.items():
+        spec = getattr(parameter, "_spec", None)
+        if spec is None or parameter not in optimizer.state:
+            continue
+        state = optimizer.state[parameter]
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or not value.dim() or hasattr(value, "_spec"):
+                continue
+            if value.shape != parameter.shape:
+                raise AutoparError(
+                    f"the factory put a state {key} of shape {tuple(value.shape)} into the optimizer for {name}, of which ranks hold "
+                    "parts. Load the state with engine.load_optimizer_state_dict after parallelize"
+                )
+            from torch.distributed.tensor import DTensor
+
+            part = parameters.holding.cuttings[name].part(value, parameters.holding.axes)
+            state[key] = DTensor.from_local(
+                part.clone(memory_format=torch.contiguous_format),
+                spec.mesh,
+                spec.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+
+def check_dense_is_the_same(optimizer: torch.optim.Optimizer, traced: TracedModel) -> None:
+    """Raise AutoparError if forward requests sparse gradients and the optimizer may treat dense
+    ones differently.
+
+    torch.optim's SGD and Adagrad make the same update for both. Its other optimizers accept no
+    sparse gradients, except SparseAdam, which accepts no dense ones. Optimizers of other libraries
+    are unknown.
+    """
+    tables = _sparse_tables(traced)
+    kind = type(optimizer)
+    if kind is not torch.optim.SparseAdam and (
+        not tables or kind.__module__.startswith("torch.optim.")
+    ):
+        return
+    if kind is torch.optim.SparseAdam:
+        read = (
+            f", that of {tables[0]!r} too, which forward reads with sparse=True" if tables else ""
+        )
+        raise AutoparError(
+            f"SparseAdam takes sparse gradients alone, but the engine adds up dense gradients over ranks{read}. "
+            "Use torch.optim.SGD or Adagrad, which update a table alike in both cases, or torch.optim.Adam, which "
+            "also moves the rows that a step does not read"
+        )
+    raise AutoparError(
+        f"forward reads {tables[0]!r} with sparse=True, and {kind.__name__} may treat sparse gradients otherwise than dense ones, which "
+        f"is what the engine gives it. Read the table with sparse=False, for which {kind.__name__} gets dense gradients in eager PyTorch "
+        "too, or use torch.optim.SGD or Adagrad, which update a table alike in both cases"
+    )
+
+
+def _sparse_tables(traced: TracedModel) -> list[str]:
+    """The parameters that forward reads with sparse gradients. A table that forward computes is
+    named by the op that reads it.
+    """
+    found: dict[str, None] = {}
+    for segment in traced.segments:
+        block = traced.classes[segment.class_index]
+        names = dict(zip(block.slots, segment.parameters, strict=True))
+        for node in block.graph.nodes:
+            if node.op == "call_function" and sparse_argument(node)[1]:
+                found[names.get(node.args[0].target, node.name)] = None
+    return list(found)

@@ -135,7 +135,7 @@ class Pieces:
         return Pieces(self.shape, self.local.to(device, copy=True), self.positions)
 
 
-def whole(tensor: Tensor) -> Pieces:
+def whole_pieces(tensor: Tensor) -> Pieces:
     """The pieces of a tensor that this rank holds whole."""
     return Held(tuple(tensor.shape), tensor).pieces()
 
@@ -180,7 +180,7 @@ class PieceWriter(DefaultSavePlanner):
         return self._views[index]
 
 
-def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def saved_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """What torch.distributed.checkpoint says about each saved tensor (size, dtype, chunks), by
     name.
     """
@@ -206,7 +206,7 @@ class PieceReader(DefaultLoadPlanner):
     ) -> None:
         """Store the metadata of the checkpoint."""
         self.metadata, self.is_coordinator = metadata, is_coordinator
-        self._saved = {} if metadata is None else tensors_in(metadata)
+        self._saved = {} if metadata is None else saved_tensors(metadata)
 
     def create_local_plan(self) -> LoadPlan:
         """torch's plan of what this rank reads from each saved piece. Raises ValueError if the

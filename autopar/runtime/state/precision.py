@@ -24,7 +24,7 @@ from autopar.errors import AutoparError
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive
 
-PRECISIONS = {
+PRECISION_DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
     "bf16": torch.bfloat16,
@@ -38,7 +38,7 @@ HALF = ("bf16", "fp16")
 """Precisions whose master weights have another dtype than the graphs."""
 
 
-NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
+NAMES = {dtype: name for name, dtype in PRECISION_DTYPES.items()}
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
@@ -61,7 +61,7 @@ def default_precision(model: nn.Module, of_fp32: str) -> str:
     if main not in NAMES:
         raise AutoparError(
             f"most parameters of {type(model).__name__} are {_short(main)}, which the engine does not compute in: pass "
-            f"precision= {', '.join(PRECISIONS)}, to which they are then cast"
+            f"precision= {', '.join(PRECISION_DTYPES)}, to which they are then cast"
         )
     return of_fp32 if main == torch.float32 else NAMES[main]
 

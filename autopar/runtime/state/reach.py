@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.trace.python_state import globals_of
 
 _EMPTY = object()
-DEEPEST, MOST = 6, 10_000
+_DEEPEST, _MOST = 6, 10_000
 """How many levels of containers and objects are looked through, and how many objects at most."""
 
 
@@ -25,14 +25,14 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     """
     seen: set[int] = set()
     left = [(value, 0)]
-    while left and len(seen) < MOST:
+    while left and len(seen) < _MOST:
         one, depth = left.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
             yield one
-        elif depth < DEEPEST:
+        elif depth < _DEEPEST:
             left += [(part, depth + 1) for part in _parts(one)]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WHOLE, EACH = 2**20, 256
-"""All elements are compared if the tensors have at most `WHOLE` together. Of larger models, `EACH`
+_WHOLE, _EACH = 2**20, 256
+"""All elements are compared if the tensors have at most `_WHOLE` together. Of larger models, `_EACH`
 elements of each tensor, at equal distances.
 """
 
@@ -20,7 +20,7 @@ class Samples:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         total = sum(tensor.numel() for tensor in tensors if _is_read(tensor))
-        self._each = total if total <= WHOLE else EACH
+        self._each = total if total <= _WHOLE else _EACH
         self._kept = [self._bytes(tensor).clone() for tensor in tensors]
         self._joined: Tensor | None = None
 
@@ -57,7 +57,7 @@ class Samples:
         step = -(-count // self._each)
         if tensor.is_contiguous():
             sample = tensor.as_strided((-(-count // step),), (step,))
-        elif count <= WHOLE:
+        elif count <= _WHOLE:
             sample = tensor.flatten()[::step]
         else:  # a copy would be large
             sample = tensor[(0,) * (tensor.dim() - 1)]

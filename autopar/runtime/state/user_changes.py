@@ -115,7 +115,7 @@ class UserChanges:
         """
         for seen in self._tensors:
             if seen.name in values:
-                self._sums[seen.name] = sums(values[seen.name].detach().to(seen.dtype))
+                self._sums[seen.name] = tensor_sums(values[seen.name].detach().to(seen.dtype))
 
     def check(self, trains: Trains, in_step: bool) -> None:
         """Raise AutoparError if the user has changed the model, so that it has no effect. An attribute
@@ -177,7 +177,7 @@ class UserChanges:
         written |= new or now._version != seen.version or now.data_ptr() != seen.address
         elsewhere = (now.device, now.dtype) != (seen.device, seen.dtype)
         moved = now.is_meta or (elsewhere and (new or now._version == seen.version))
-        if written and not moved and self._sums.get(name) != sums(now.detach()):
+        if written and not moved and self._sums.get(name) != tensor_sums(now.detach()):
             raise AutoparError(
                 _lost(
                     f"{name} was changed in the model",
@@ -292,7 +292,7 @@ def _attributes(path: str, module: nn.Module) -> _Attributes:
     )
 
 
-def sums(tensor: Tensor) -> tuple[float, ...]:
+def tensor_sums(tensor: Tensor) -> tuple[float, ...]:
     """Two sums over a tensor's elements, which differ where tensors differ, but for rare cases."""
     if tensor.is_meta:
         return ()

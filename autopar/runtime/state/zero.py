@@ -20,7 +20,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from autopar.ir.sharding import RP, Layout, shard_extent
+from autopar.ir.sharding import RP, AxisLayout, shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import start_primitive
@@ -59,7 +59,7 @@ class Share:
 
 
 def share_of(
-    shape: Sequence[int], layouts: Mapping[str, Layout], axes: Mapping[str, AxisGroup]
+    shape: Sequence[int], layouts: Mapping[str, AxisLayout], axes: Mapping[str, AxisGroup]
 ) -> Share:
     """How ZeRO cuts a parameter whose whole (what graphs read) has this shape: along the dim whose
     largest part is smallest; the first of several.
@@ -116,7 +116,7 @@ class Moving:
 def scatter(
     wholes: Sequence[Tensor],
     shares: Sequence[Share],
-    layouts: Sequence[Mapping[str, Layout]],
+    layouts: Sequence[Mapping[str, AxisLayout]],
     axes: Mapping[str, AxisGroup],
 ) -> Steps:
     """Steps for `Moving` that return this rank's parts of the gradients `wholes`, in order.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.bounds.cell import Cell, alone, together
+from autopar.solve.bounds.cell import Cell, alone, joined_segments
 from autopar.solve.costs.pipeline_cost import blocks_of, units_of
 from autopar.solve.costs.recompute_mix import Models, hides
 from autopar.solve.elimination.bucket_elimination import Tables
@@ -25,7 +25,7 @@ _LATE, _TIMES_LATE = (0.5, 0.9), (1.0, 2.0)
 a byte for these cases.
 """
 
-FREE = BytePrice(0.0, 0.0)
+NO_BYTE_PRICE = BytePrice(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class CandidateFacts:
         """
         often, price = sorted({max(self.held), min(self.held)}), self.price
         if not price:
-            return [FREE]
+            return [NO_BYTE_PRICE]
         found = [
-            FREE,
+            NO_BYTE_PRICE,
             *(BytePrice(times * price, times * price / held) for times in _TIMES for held in often),
         ]
         setting = self.first.pipeline
@@ -122,7 +122,7 @@ class CandidateFacts:
         """
         if numbers not in self.known_units:
             tables = self.cell.unit(numbers)
-            models = {mode: together(model, numbers) for mode, model in self.models.items()}
+            models = {mode: joined_segments(model, numbers) for mode, model in self.models.items()}
             self.known_units[numbers] = OwnTables(tables, tables.parameters(models), models)
         return self.known_units[numbers]
 

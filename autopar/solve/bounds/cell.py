@@ -10,7 +10,7 @@ from math import fsum, inf
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
-from autopar.solve.bounds.sketch import Sketch, sums
+from autopar.solve.bounds.sketch import Sketch, prefix_sums
 from autopar.solve.costs.pipeline_cost import blocks_of, units_of
 from autopar.solve.costs.placement_cost import SegmentCost, input_bytes
 from autopar.solve.costs.recompute_mix import Models
@@ -111,11 +111,11 @@ class Cell:
 
     def unit(self, numbers: tuple[int, ...]) -> Tables:
         """The cost tables, in all recompute modes, of the segments with these indices as a separate
-        model (`together`). Cached.
+        model (`joined_segments`). Cached.
         """
         if numbers not in self.units:
             self.units[numbers] = Tables(
-                {mode: together(model, numbers) for mode, model in self.models.items()}, True
+                {mode: joined_segments(model, numbers) for mode, model in self.models.items()}, True
             )
         return self.units[numbers]
 
@@ -175,7 +175,7 @@ class Cell:
         ]
         return replace(
             self.glance,
-            lines_s=np.array([sums(self.by_unit(line_s)) for line_s in lines_s]),
+            lines_s=np.array([prefix_sums(self.by_unit(line_s)) for line_s in lines_s]),
             prices=np.array(prices),
         )
 
@@ -245,7 +245,7 @@ def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
     return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
 
 
-def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
+def joined_segments(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
     """The segments with the indices `numbers`, of different classes, as one separate model,
     including the conversions between them. The block among them is listed twice, so that it counts
     as a block here too.

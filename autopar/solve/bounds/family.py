@@ -13,14 +13,14 @@ _NARROWEST = 1 / 64
 """A part is not divided further than to this fraction of the possible gain."""
 
 
-Allowed = dict[int, tuple[int, ...]]
+_Allowed = dict[int, tuple[int, ...]]
 """For each op of a class (by index) whose strategies are restricted: indices of the remaining
 strategies.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlacementRange:
     """A set of placements by the costs of the repeated block: (least, most) of its forward seconds,
     and of its seconds once a step, both in the first recompute mode.
     """
@@ -30,7 +30,7 @@ class Part:
 
     def halves(
         self, least_s: tuple[float, float], slack_s: tuple[float, float]
-    ) -> tuple[Part, Part] | None:
+    ) -> tuple[PlacementRange, PlacementRange] | None:
         """This part divided in two where it is widest; None if it is too narrow. `least_s` and
         `slack_s` are (forward seconds, seconds once a step). No placement takes less than
         `least_s`; beyond `slack_s` more, nothing is gained.
@@ -52,7 +52,7 @@ class Part:
         return replace(self, **{name: (low, middle)}), replace(self, **{name: (middle, high)})
 
 
-EVERY = Part()
+EVERY_PLACEMENT = PlacementRange()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Family:
     family, or one that contains it, was bounded.
     """
 
-    allowed: tuple[Allowed, ...]
+    allowed: tuple[_Allowed, ...]
     bounds_s: Mapping[Schedule, float] = field(default_factory=dict)
     limited: frozenset[Schedule] | None = None
-    parts: Mapping[Schedule, tuple[tuple[float, Part], ...]] = field(default_factory=dict)
+    parts: Mapping[Schedule, tuple[tuple[float, PlacementRange], ...]] = field(default_factory=dict)
 
     def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
         """The remaining strategies of restricted ops, by (place in `classes`, op index). `classes`
@@ -99,7 +99,7 @@ class Family:
         return tuple(tuple(sorted(self.allowed[c].items())) for c in classes)
 
 
-def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
+def narrowed(block: AnnotatedBlock, allowed: _Allowed) -> AnnotatedBlock:
     """The class `block` with only the strategies that `allowed` leaves to its ops."""
     return replace(
         block,

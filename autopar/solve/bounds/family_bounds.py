@@ -22,8 +22,13 @@ import numpy as np
 from autopar.ir.annotated import AnnotatedBlock
 from autopar.solve.bounds.branching import Branching
 from autopar.solve.bounds.candidate_facts import CandidateFacts
-from autopar.solve.bounds.family import EVERY, Family, Part, left_of, narrowed
-from autopar.solve.bounds.segment_minima import SegmentMinima, SegmentMinimum, UnitMinimum, above
+from autopar.solve.bounds.family import EVERY_PLACEMENT, Family, PlacementRange, left_of, narrowed
+from autopar.solve.bounds.segment_minima import (
+    SegmentMinima,
+    SegmentMinimum,
+    UnitMinimum,
+    least_in_range,
+)
 from autopar.solve.costs.pipeline_cost import crossing_bytes
 from autopar.solve.costs.placement_cost import SegmentCost, input_bytes
 from autopar.solve.staging.row_of_costs import in_first, row_of_costs
@@ -114,8 +119,10 @@ class Families:
             return (0.0, 0.0), (0.0, 0.0)
         forward_s, once_s = least.costs[0].forward_s, least.costs[0].step_s
         more_s = more_once_s = 0.0
-        _, works_s = above(
-            least, Part((forward_s, forward_s), (once_s, once_s)), self.facts.first.num_microbatches
+        _, works_s = least_in_range(
+            least,
+            PlacementRange((forward_s, forward_s), (once_s, once_s)),
+            self.facts.first.num_microbatches,
         )
         for own, whole_s, work_s in zip(least.costs, works_s, least.work_s, strict=True):
             more_s = max(more_s, whole_s - own.forward_s - own.backward_s)
@@ -127,7 +134,12 @@ class Families:
         return (forward_s, once_s), (more_s, more_once_s)
 
     def row(
-        self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY
+        self,
+        family: Family,
+        several: bool,
+        modes: int,
+        closely: bool = True,
+        part: PlacementRange = EVERY_PLACEMENT,
     ) -> UnitRow | None:
         """A `UnitRow` (blocks with their neighbours) whose costs are lower bounds over the family,
         in the first `modes` recompute modes. None if the family is empty.
@@ -157,7 +169,7 @@ class Families:
             most_freed=beside.most_freed,
         )
 
-    def _costs(self, family: Family, several: bool, part: Part) -> _Costs | None:
+    def _costs(self, family: Family, several: bool, part: PlacementRange) -> _Costs | None:
         """Lower bounds on the costs of segments in the family, each cost minimized separately. None
         if some segment has no placement in the family, or none in `part`. `several` as in `row`.
         """
@@ -174,7 +186,7 @@ class Families:
             own = found[facts.repeated]
             if part.forward_s[1] < own.costs[0].forward_s or part.once_s[1] < own.costs[0].step_s:
                 return None
-            costs_of[facts.repeated], works_of[facts.repeated] = above(
+            costs_of[facts.repeated], works_of[facts.repeated] = least_in_range(
                 own, part, facts.first.num_microbatches
             )
         if several:  # a stage may be held less often than it waits, so that a segment that keeps more may need less

@@ -1,6 +1,6 @@
 """Lower bounds on a candidate over all cuts, recomputations and placements at once.
 
-The bound by totals: a step takes at least `Shape.each` times the micro-batch seconds of all
+The bound by totals: a step takes at least `ScheduleShape.each` times the micro-batch seconds of all
 segments, however they are cut. Rank r holds `held[r]` times what its segments keep. A plan that
 fits has no more bytes than there are, so for any price u of a byte
 
@@ -27,20 +27,74 @@ from autopar_cost_models import held_moments, late_moments
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds.cell import Cell
-from autopar.solve.bounds.dual import Dual
 from autopar.solve.costs.placement_cost import Choices
 from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.costs.schedule import Schedule, ramp
 from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.elimination.cost_tables import Stack
-from autopar.solve.staging.interleaved import deals_of, least_held
+from autopar.solve.staging.interleaved import least_held, unit_deals
+
+_CLOSE = 1e-5
+"""The search for the best price ends if it could raise the bound by at most this fraction."""
 
 _ROUNDS = 5
 """The largest number of rounds in which the price of a byte is improved."""
 
 
+@dataclass(slots=True)
+class Dual:
+    """Searches for the maximum of a concave function over prices u >= 0, by cutting planes. `known`
+    has the evaluated points as (price, value, slope); callers append to it.
+    """
+
+    known: list[tuple[float, float, float]] = field(default_factory=list)  # price, value, slope
+
+    @property
+    def best_s(self) -> float:
+        """The largest known value of the function; 0 if none is known."""
+        return max((value for _, value, _ in self.known), default=0.0)
+
+    @property
+    def best_price(self) -> float:
+        """The price with the largest known value; 0 if none is known."""
+        return max(self.known, key=lambda point: point[1])[0] if self.known else 0.0
+
+    @property
+    def turning_price(self) -> float | None:
+        """The best price, if it is positive and the maximum is bracketed by known slopes; otherwise
+        None.
+        """
+        slopes = [slope for *_, slope in self.known]
+        return (
+            self.best_price or None
+            if self.best_s < inf and max(slopes, default=0.0) > 0 > min(slopes)
+            else None
+        )
+
+    def next_prices(self, likely: float, most: float) -> tuple[float, ...]:
+        """The prices to evaluate next: first 0 and `likely`; while the function still rises, `most`
+        or beyond; then one between a rising and a falling point. () if the maximum cannot be much
+        larger than the best known value.
+        """
+        if not self.known:
+            return (0.0, likely) if likely else (0.0,)
+        rising = [point for point in self.known if point[2] > 0]
+        falling = [point for point in self.known if point[2] <= 0]
+        if not rising:
+            return ()
+        price, value, slope = max(rising)
+        if not falling:
+            return (max(most, 2 * price),)
+        other, other_value, other_slope = min(falling)
+        if other_slope - slope == 0:
+            return ()
+        found = (other_value - other_slope * other - value + slope * price) / (slope - other_slope)
+        most = value + slope * (found - price)
+        return (found,) if most - self.best_s > _CLOSE * abs(most) and price < found < other else ()
+
+
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ScheduleShape:
     """A schedule as bounds see it. `each`: a step takes at least this many times the micro-batch
     seconds of all segments. `held`: for each rank, a lower bound on how many micro-batches' kept
     bytes it holds. `by_ends`: for segments outside of blocks, the fraction of these micro-batches
@@ -60,8 +114,10 @@ class Shape:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
-    """The `Shape` of a schedule for a row of `units` units. `alike`: all blocks have one class.
+def schedule_shape(
+    schedule: Schedule, micro_batches: int, units: int, alike: bool
+) -> ScheduleShape:
+    """The `ScheduleShape` of a schedule for a row of `units` units. `alike`: all blocks have one class.
     Cached.
 
     With one stage per rank and whole backwards, a rank starts when the first micro-batch has passed
@@ -70,11 +126,11 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     """
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
-        return Shape(float(micro_batches), (1.0,))
+        return ScheduleShape(float(micro_batches), (1.0,))
     whole = chunks == 1 and schedule.has_one_stage  # how long others wait: `Sketch`
     each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
-    deals = deals_of(schedule, units) if chunks > 1 else [(1,) * ranks]
+    deals = unit_deals(schedule, units) if chunks > 1 else [(1,) * ranks]
     held = tuple(
         max(
             min(least_held(moment, sizes[rank::ranks]) for sizes in deals)
@@ -87,7 +143,7 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
     # of several stages a rank not all are held alike
     by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]
-    return Shape(each * (1 - 1e-12), held, by_ends)
+    return ScheduleShape(each * (1 - 1e-12), held, by_ends)
 
 
 @dataclass(slots=True)
@@ -96,7 +152,7 @@ class Total:
     (`dual`), and the placements that were optimal at them.
     """
 
-    shape: Shape
+    shape: ScheduleShape
     dual: Dual = field(default_factory=Dual)
     placements: list[Choices] = field(default_factory=list)
 

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedBlock
-from autopar.solve.bounds.candidate_facts import FREE, CandidateFacts
-from autopar.solve.bounds.family import Family, Part, narrowed
+from autopar.solve.bounds.candidate_facts import NO_BYTE_PRICE, CandidateFacts
+from autopar.solve.bounds.family import Family, PlacementRange, narrowed
 from autopar.solve.costs.placement_cost import SegmentCost
 from autopar.solve.elimination.bucket_elimination import Question
 from autopar.solve.integer_program.lp_relaxation import least_saved
@@ -196,8 +196,8 @@ class SegmentMinima:
         ]
 
 
-def above(
-    least: SegmentMinimum, part: Part, micro_batches: int
+def least_in_range(
+    least: SegmentMinimum, part: PlacementRange, micro_batches: int
 ) -> tuple[tuple[SegmentCost, ...], tuple[float, ...]]:
     """(minimal costs by recompute mode, forward and backward seconds together by mode) of the
     placements of `least` that are in `part`. Any extra backward may be gradients of parameters, for
@@ -206,7 +206,7 @@ def above(
     found, works_s, (once_least_s, once_most_s) = [], [], part.once_s
     once_least_s = max(once_least_s, least.costs[0].step_s)
     for cost, work_s, line_s, (fewest_s, most_s) in zip(
-        least.costs, least.work_s, least.lines[FREE], least.differs_s, strict=True
+        least.costs, least.work_s, least.lines[NO_BYTE_PRICE], least.differs_s, strict=True
     ):
         forward_s = max(cost.forward_s, part.forward_s[0])
         whole_s = max(work_s, line_s - (once_most_s + most_s) / micro_batches)

@@ -50,7 +50,9 @@ class Sketch:
     def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
         """A sketch of units with these seconds per micro-batch, without prices and parameters."""
         none = np.zeros((0, len(work_s) + 1))
-        return Sketch(sums(forward_s), sums(work_s), none.sum(axis=0), none, np.zeros(0))
+        return Sketch(
+            prefix_sums(forward_s), prefix_sums(work_s), none.sum(axis=0), none, np.zeros(0)
+        )
 
     def with_parameters(
         self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]
@@ -58,12 +60,12 @@ class Sketch:
         """This sketch with lower bounds for the parameters of each unit: `forward_s` and `work_s`
         are added, `once_s` replaces seconds once a step.
         """
-        more_s = sums(work_s)
+        more_s = prefix_sums(work_s)
         return replace(
             self,
-            forward_s=self.forward_s + sums(forward_s),
+            forward_s=self.forward_s + prefix_sums(forward_s),
             work_s=self.work_s + more_s,
-            once_s=sums(once_s),
+            once_s=prefix_sums(once_s),
             lines_s=self.lines_s + more_s,
         )
 
@@ -194,7 +196,7 @@ class Sketch:
         return (micro_batches + waiting) * each_s + float(self.once_s[-1]) / ranks
 
 
-def sums(of_units: Sequence[float]) -> np.ndarray:
+def prefix_sums(of_units: Sequence[float]) -> np.ndarray:
     """Prefix sums: entry i is the sum of the first i values; one entry more than values."""
     return np.array([0.0, *np.cumsum(of_units)])
 

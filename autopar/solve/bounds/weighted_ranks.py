@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds.cell import Cell
-from autopar.solve.bounds.lagrangian import shape_of
+from autopar.solve.bounds.lagrangian import schedule_shape
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.schedule import Schedule
@@ -45,7 +45,7 @@ class Weighted:
             candidate.mesh.groups,
             blocks_of(cells[0].first),
         )
-        held = shape_of(schedule, micro, len(blocks), cells[0].alike).held
+        held = schedule_shape(schedule, micro, len(blocks), cells[0].alike).held
         works, found = [], [0.0]
         for cell in cells:
             if (of_cell := self._works(cell)) is None:

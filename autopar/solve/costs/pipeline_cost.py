@@ -3,7 +3,7 @@ rank.
 
 Stages are runs of consecutive segments. Segments of repeated classes are the model's blocks.
 Segments before the first block belong to the first stage, segments after the last block to the
-last. `best_staging.py` finds where stages begin, unless a pin gives their sizes. `cut` in this
+last. `best_staging.py` finds where stages begin, unless a pin gives their sizes. `cut_blocks` in this
 module distributes blocks as evenly as possible; stages with the least other work get one block more.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import pairwise
+from math import fsum
 
 from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time, splits_backward
 
@@ -59,7 +60,7 @@ def pipelined(
     model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None
 ) -> Pipelined:
     """The cost (`Pipelined`) of a step of a placement cut into `stages`, the segments of each
-    virtual stage. By default, `cut` distributes the blocks evenly. `model` is one model for all
+    virtual stage. By default, `cut_blocks` distributes the blocks evenly. `model` is one model for all
     ranks, or one for each rank, in their order.
     """
     models = [model] * model.pipeline_setting.ranks if isinstance(model, AnnotatedModel) else model
@@ -97,7 +98,7 @@ def pipelined(
         peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches)
         for sizes in (kept, [*kept[:-1], 0])
     )
-    passing = passing_bytes(setting, sent)
+    passing = _passing_bytes(setting, sent)
     kept_by_rank = [(a + more, b + more) for a, b, more in zip(most, others, passing, strict=True)]
     held = [
         _memory(models[rank], choices, stages, rank, costs[rank], kept)
@@ -119,7 +120,7 @@ def pipelined(
     )
 
 
-def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
+def _passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
     """By rank, bytes of messages in transit besides those that its micro-batches keep: twice the
     largest message into or out of one of its stages. `sent[i]` is what stage i sends. `setting` is
     that of the pipeline.
@@ -191,14 +192,14 @@ def units_of(model: AnnotatedModel) -> list[range]:
 
 
 def _pinned_or_even(model: AnnotatedModel, work_s: Sequence[float]) -> Stages:
-    """The stages with the pinned numbers of blocks, or those of `cut`."""
+    """The stages with the pinned numbers of blocks, or those of `cut_blocks`."""
     setting, blocks = model.pipeline_setting, blocks_of(model)
     if setting.sizes:
         return stages_of(setting.sizes, blocks, len(work_s))
-    return cut(setting.ranks * setting.stages_per_rank, blocks, work_s)
+    return cut_blocks(setting.ranks * setting.stages_per_rank, blocks, work_s)
 
 
-def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
+def cut_blocks(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
     """The segments of each of `count` virtual stages, whose numbers of blocks differ by at most
     one. The stages with the least work besides blocks get the additional ones. `blocks` are segment
     indices, and `total_s` has the seconds of each segment.
@@ -425,3 +426,24 @@ def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -
                 )
             )
     return found
+
+
+def host_s(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> float:
+    """Seconds that the host of the busiest rank needs to issue the kernels of a step. Rank r of
+    `ranks` has stages r, r + `ranks`, and so on. 0.0 on CPUs.
+    """
+    of_classes = [
+        _issued_s(block, choice) for block, choice in zip(model.classes, choices, strict=True)
+    ]
+    of_ranks = (
+        fsum(of_classes[model.segments[s]] for stage in stages[rank::ranks] for s in stage)
+        for rank in range(ranks)
+    )
+    return model.num_microbatches * max(of_ranks)
+
+
+def _issued_s(block: AnnotatedBlock, choice: Mapping[str, str]) -> float:
+    """Seconds for one segment of a class and one micro-batch; recomputation issues forward again."""
+    strategies = [op.strategy(choice[op.name]) for op in block.ops]
+    forward = fsum(s.forward_dispatch_s for s in strategies)
+    return (1 + block.recompute) * forward + fsum(s.backward_dispatch_s for s in strategies)

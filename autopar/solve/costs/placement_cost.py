@@ -27,7 +27,7 @@ from autopar.ir.annotated import (
     Saved,
     Strategy,
 )
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 
 Choices = tuple[dict[str, str], ...]
 """For each class: op name -> strategy name."""
@@ -92,7 +92,7 @@ def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -
     return {"parameters": parameters, "gradients": gradient_bytes, "optimizer": optimizer_bytes}
 
 
-def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
+def price_placement(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
     """The cost (`Priced`) of running `model` with the strategies in `choices`: one mapping (op name
     -> strategy name) per class.
 
@@ -304,7 +304,7 @@ def _bytes_of(tensors: Iterable[Saved]) -> int:
     return sum(sizes.values())
 
 
-def input_bytes(block: AnnotatedBlock, name: str, layout: Layout) -> int:
+def input_bytes(block: AnnotatedBlock, name: str, layout: AxisLayout) -> int:
     """Bytes of the segment input `name` that are kept from forward to backward, in `layout`, in a
     class that recomputes. Raises ValueError if the class has no such size.
     """
@@ -376,7 +376,10 @@ def _edge_conversions(
 
 
 def _lookup(
-    conversions: dict[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str
+    conversions: dict[tuple[AxisLayout, AxisLayout], Conversion],
+    have: AxisLayout,
+    need: AxisLayout,
+    where: str,
 ) -> Conversion:
     if (have, need) not in conversions:
         raise InconsistentPlacement(f"{where}: {have} cannot become {need}")

@@ -46,7 +46,7 @@ stored as two integers, because the number of entries may exceed every float.
 _ROUNDING = 1e-12
 """Relative slack for double rounding of sums (each addition rounds by 1.1e-16)."""
 
-Allowed = Mapping[tuple[int, int], Sequence[int]]
+_Allowed = Mapping[tuple[int, int], Sequence[int]]
 """(class, op) -> indices of the strategies that the op may use."""
 
 
@@ -343,7 +343,7 @@ class Tables(CostTables):
         self,
         questions: Sequence[Question],
         parameters: Sequence[Stack] = (),
-        allowed: Allowed | None = None,
+        allowed: _Allowed | None = None,
     ) -> Least | None:
         """The minimal costs of placements for these questions, as a `Least` whose functions name
         the placements. None if no placement is consistent.
@@ -370,7 +370,7 @@ class Tables(CostTables):
         )
 
     def _least_apart(
-        self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None
+        self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: _Allowed | None
     ) -> Least | None:
         """`least` for each question separately, joined into one result; None if one of them has no
         consistent placement. It is used if a table is split: only one part then knows which modes a
@@ -393,7 +393,7 @@ class Tables(CostTables):
         self,
         questions: Sequence[Question],
         parameters: Sequence[Stack] = (),
-        allowed: Allowed | None = None,
+        allowed: _Allowed | None = None,
     ) -> dict[tuple[int, int], np.ndarray]:
         """For each (class, op) with a choice: an array [question, strategy] of the minimal cost
         over placements in which the op uses the strategy. Strategies that are not `allowed` cost
@@ -412,7 +412,7 @@ class Tables(CostTables):
         return found
 
     def _eliminated(
-        self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed
+        self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: _Allowed
     ) -> _Eliminated:
         left = {
             self.op_of[op]: list(strategies)

@@ -25,7 +25,7 @@ from autopar.ir.annotated import (
     Saved,
     Strategy,
 )
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from autopar.ir.stop import check_time
 from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.placement_cost import input_bytes
@@ -49,7 +49,7 @@ _parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s",
 
 
 @dataclass(frozen=True)
-class Table:
+class CostTable:
     """A cost table. `entries` has an axis of parts, then one for each choice of `scope`. `counts`
     names the fields of `Question` that weight the parts.
     """
@@ -64,7 +64,7 @@ class Stack:
     weighted together. Entries that are infinite (forbidden) stay so under any weights.
     """
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[CostTable]) -> None:
         self.counts = tables[0].counts
         self.scopes = [table.scope for table in tables]
         self._shapes = [table.entries.shape[1:] for table in tables]
@@ -101,9 +101,9 @@ class Stack:
         return total
 
 
-def stacked(tables: Sequence[Table]) -> list[Stack]:
+def _stacked(tables: Sequence[CostTable]) -> list[Stack]:
     """The tables grouped by `counts`, one stack for each group."""
-    kinds: dict[tuple[str, ...], list[Table]] = defaultdict(list)
+    kinds: dict[tuple[str, ...], list[CostTable]] = defaultdict(list)
     for table in tables:
         kinds[table.counts].append(table)
     return [Stack(of) for of in kinds.values()]
@@ -137,7 +137,7 @@ class CostTables:
         self.modes, self.models = tuple(models), list(models.values())
         self.base: AnnotatedModel = self.models[0]
         self.sizes: list[int] = []
-        self.tables: list[Table] = []
+        self.tables: list[CostTable] = []
         self.seen: dict[int, tuple[int, np.ndarray]] = {}
         self.is_exact = True
         self.layers = (
@@ -163,7 +163,7 @@ class CostTables:
             self._add_edge(edge)
         for group in self.base.ties:
             self._add_tie(group)
-        self.stacks = stacked(self.tables)
+        self.stacks = _stacked(self.tables)
 
     def parameters(self, models: Models) -> list[Stack]:
         """Cost tables, as stacks, of the parameters and of calls whose cost depends on dp, in
@@ -177,7 +177,7 @@ class CostTables:
                 if op.follows_dp:
                     entries = _entries([b.ops[o].strategies for b in own])
                     found += self._by_mode(c, block.count * entries, [self.op_of[c, o]], _HELD)
-        return stacked(found)
+        return _stacked(found)
 
     def _choice(self, size: int) -> int:
         """Adds a choice with `size` values and returns its number. Returns -1, and adds none, if
@@ -198,7 +198,7 @@ class CostTables:
 
     def _table(
         self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]
-    ) -> Table:
+    ) -> CostTable:
         """A table over the choices `variables`, in any order; its scope is sorted. `entries` has an
         axis of parts, then one for each of them. A variable -1 is no choice and its axis is
         dropped; a repeated one becomes one axis.
@@ -213,11 +213,11 @@ class CostTables:
             if scope[place] == scope[place - 1]:
                 entries = np.moveaxis(np.diagonal(entries, axis1=place, axis2=place + 1), -1, place)
                 scope = scope[:place] + scope[place + 1 :]
-        return Table(scope, entries, counts)
+        return CostTable(scope, entries, counts)
 
     def _by_mode(
         self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]
-    ) -> list[Table]:
+    ) -> list[CostTable]:
         """A list with the table of class `c`, with its recompute mode as an additional choice; []
         if all entries are zero. `entries` is indexed [part, mode, variables...]. If they are equal
         for all modes, the mode is left out.
@@ -385,9 +385,9 @@ class CostTables:
         self,
         c: int,
         count: int,
-        have: list[Layout],
-        needs: list[list[Layout]],
-        conversions: list[dict[tuple[Layout, Layout], Conversion]],
+        have: list[AxisLayout],
+        needs: list[list[AxisLayout]],
+        conversions: list[dict[tuple[AxisLayout, AxisLayout], Conversion]],
         variables: list[int],
     ) -> None:
         """Adds a table with the seconds of converting a value from its producer's layout to those
@@ -542,13 +542,13 @@ class _Link:
     combinations.
     """
 
-    made: tuple[Layout, ...]
-    wanted: tuple[Layout, ...]
+    made: tuple[AxisLayout, ...]
+    wanted: tuple[AxisLayout, ...]
     rows: np.ndarray
     places: tuple[np.ndarray, ...]
 
     @cached_property
-    def pairs(self) -> tuple[tuple[Layout, Layout], ...]:
+    def pairs(self) -> tuple[tuple[AxisLayout, AxisLayout], ...]:
         return tuple(product(self.made, self.wanted))
 
     @cached_property
@@ -569,7 +569,7 @@ class _Link:
         return len(self.pairs) == 1 and self.pairs[0][0] is self.pairs[0][1]
 
     def prices(
-        self, conversions: dict[tuple[Layout, Layout], Conversion]
+        self, conversions: dict[tuple[AxisLayout, AxisLayout], Conversion]
     ) -> list[tuple[float, float]]:
         """Seconds (forward, backward) of each of `pairs`: 0 for equal layouts, infinite for an
         impossible conversion.
@@ -589,7 +589,7 @@ class _Link:
 
 
 @lru_cache(maxsize=4096)
-def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) -> _Link:
+def _link_of(have: tuple[AxisLayout, ...], needs: tuple[tuple[AxisLayout, ...], ...]) -> _Link:
     """The `_Link` that says which layouts meet: `have` (the producer's layout by strategy) and
     `needs` (for each reader, its layout by strategy). Cached.
     """

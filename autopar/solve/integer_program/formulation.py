@@ -33,13 +33,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.ir.sharding import Layout
+from autopar.ir.sharding import AxisLayout
 from autopar.solve.costs.placement_cost import Choices, input_bytes
 from autopar.solve.integer_program.links import (
     Domains,
-    Link,
     OpRef,
     Tie,
+    ValueLink,
     block_links,
     check_cost,
     edge_links,
@@ -56,7 +56,7 @@ Moment = tuple[dict[int, int], int]
 
 
 @dataclass(slots=True)
-class Program:
+class IntegerProgram:
     """A 0/1 program. Variables are numbered from 0, and `add` appends one. The only integer
     variable is `transient` (bytes, at most `transient_max`); -1 means there is none. `cost_s`
     (seconds of a step) and `size_bytes` are by variable. Of each indicator in `exactly_one`, one
@@ -117,7 +117,7 @@ class Program:
         return names
 
 
-def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | OpRef:
+def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> IntegerProgram | OpRef:
     """The program of `model`. If no consistent choice of layouts exists, (class index, op index) of
     an op that is left without a strategy.
 
@@ -128,7 +128,7 @@ def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | Op
     domains = reduce_domains([model], links, ties)
     if isinstance(domains, tuple):
         return domains
-    program = Program(model)
+    program = IntegerProgram(model)
     x = _add_strategies(program, domains)
     _add_links(program, x, domains, links)
     for tie in ties:
@@ -141,11 +141,11 @@ def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | Op
     return program
 
 
-def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
+def formulate_between(model: AnnotatedModel, domains: Domains) -> IntegerProgram:
     """A program of how segments of `model` depend on each other: edges, with their conversion
     costs, and ties. Strategies are variables too, but cost nothing here.
     """
-    program = Program(model)
+    program = IntegerProgram(model)
     x = _add_strategies(program, domains)
     program.cost_s, program.size_bytes = [0.0] * len(x), [0] * len(x)
     _add_links(program, x, domains, edge_links(model))
@@ -156,14 +156,14 @@ def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
 
 def formulate_segment(
     model: AnnotatedModel, index: int, domains: Domains
-) -> tuple[Program, dict[int, int], Moment]:
+) -> tuple[IntegerProgram, dict[int, int], Moment]:
     """The program of one segment of class `index`, whose `size_bytes` are static and kept bytes.
     Returns (the program, the bytes that the segment keeps by variable, the bytes that its backward
     needs besides). `domains` has the strategies that are left.
     """
     classes = tuple(replace(block, count=1) for block in model.classes)
     program, domains = (
-        Program(replace(model, classes=classes)),
+        IntegerProgram(replace(model, classes=classes)),
         {ref: domain for ref, domain in domains.items() if ref[0] == index},
     )
     x = _add_strategies(program, domains)
@@ -171,15 +171,17 @@ def formulate_segment(
     return program, *_add_bytes(program, x, domains, index)
 
 
-def _add_links(program: Program, x: dict, domains: Domains, links: Iterable[Link]) -> None:
-    groups: dict[tuple, list[Link]] = defaultdict(list)
+def _add_links(
+    program: IntegerProgram, x: dict, domains: Domains, links: Iterable[ValueLink]
+) -> None:
+    groups: dict[tuple, list[ValueLink]] = defaultdict(list)
     for link in links:
         groups[link.group].append(link)
     for group in groups.values():
         _add_group(program, x, domains, group)
 
 
-def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int], int]:
+def _add_strategies(program: IntegerProgram, domains: Domains) -> dict[tuple[OpRef, int], int]:
     model = program.model
     x = {}
     for (c, o), domain in domains.items():
@@ -199,7 +201,7 @@ def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int
 
 def _indicators(
     x: dict, domain: tuple[int, ...], ref: OpRef, labels: tuple
-) -> dict[Layout, Indicator]:
+) -> dict[AxisLayout, Indicator]:
     """For each label, the variables of the strategies of `ref` that have it. `labels` has the label
     (a layout) of each strategy; `x` has the variable of each (op, strategy).
     """
@@ -209,12 +211,12 @@ def _indicators(
     return dict(found)
 
 
-def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -> None:
+def _add_group(program: IntegerProgram, x: dict, domains: Domains, links: list[ValueLink]) -> None:
     """Adds links that read one value. Each gets variables for the joint choice of its ends, and
     each distinct conversion is paid once. `x` has the variable of each (op, strategy) of `domains`.
     """
     price_s = links[0].price_s
-    readers: dict[tuple[Layout, Layout], list[Indicator]] = defaultdict(list)
+    readers: dict[tuple[AxisLayout, AxisLayout], list[Indicator]] = defaultdict(list)
     known: dict[tuple, dict] = {}
     for link in links:
         need = _indicators(x, domains[link.target], link.target, link.target_layouts)
@@ -234,7 +236,11 @@ def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -
 
 
 def _add_link(
-    program: Program, x: dict, domains: Domains, link: Link, need: dict[Layout, Indicator]
+    program: IntegerProgram,
+    x: dict,
+    domains: Domains,
+    link: ValueLink,
+    need: dict[AxisLayout, Indicator],
 ) -> dict[tuple, Indicator]:
     """Adds variables for the joint choice of a link's ends, unless one end has no choice. Returns,
     for each possible (layout delivered, layout needed), its indicator. {} if all combinations are
@@ -259,7 +265,7 @@ def _add_link(
     return joint
 
 
-def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
+def _add_ties(program: IntegerProgram, x: dict, domains: Domains, tie: Tie) -> None:
     first = _indicators(x, domains[tie.source], tie.source, tie.source_layouts)
     other = _indicators(x, domains[tie.target], tie.target, tie.target_layouts)
     for placement, indicator in first.items():
@@ -268,7 +274,7 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
             program.exactly_one.append(indicator + elsewhere)
 
 
-def _add_memory(program: Program, x: dict, domains: Domains) -> None:
+def _add_memory(program: IntegerProgram, x: dict, domains: Domains) -> None:
     """Adds the bytes that every class keeps, and the variable `transient`, the peak of backward;
     fills `program.segments`. `x` has the variable of each (op, strategy) of `domains`.
     """
@@ -288,7 +294,7 @@ def _add_memory(program: Program, x: dict, domains: Domains) -> None:
 
 
 def _add_bytes(
-    program: Program, x: dict, domains: Domains, c: int
+    program: IntegerProgram, x: dict, domains: Domains, c: int
 ) -> tuple[dict[int, int], Moment]:
     """Adds the bytes that all segments of class `c` keep to `program.size_bytes`. Returns, for one
     segment, (bytes kept, by variable; what its backward needs besides). `x` has the variable of
@@ -302,7 +308,7 @@ def _add_bytes(
     return kept, (saved if block.recompute else {}, block.workspace_bytes)
 
 
-def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
+def _input_sizes(program: IntegerProgram, x: dict, domains: Domains, c: int) -> dict[int, int]:
     """Bytes of the inputs that one segment of class `c` keeps, by the variable of their strategy.
     `x` has the variable of each (op, strategy) of `domains`.
     """
@@ -316,7 +322,7 @@ def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[in
 
 
 def _add_saved(
-    program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]
+    program: IntegerProgram, x: dict, domains: Domains, c: int, without: Sequence[str]
 ) -> dict[int, int]:
     """Bytes by variable whose sum, over variables at 1, is what one segment of class `c` saves.
     Values in `without` are left out. A tensor that several ops save gets variables of its own,

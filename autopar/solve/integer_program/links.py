@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from autopar.ir.annotated import AnnotatedModel, AnnotatedOp, Conversion, Strategy
-from autopar.ir.sharding import Layout, Placement
+from autopar.ir.sharding import AxisLayout, Placement
 
 OpRef = tuple[int, int]
 """(class index, op index)."""
@@ -24,7 +24,7 @@ Domains = dict[OpRef, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ValueLink:
     """One read of a value: op `target` reads what op `source` makes. The layout lists give the
     layout that each strategy delivers or needs.
 
@@ -35,12 +35,12 @@ class Link:
 
     group: tuple[str, int, str]
     source: OpRef
-    source_layouts: tuple[Layout, ...]
+    source_layouts: tuple[AxisLayout, ...]
     target: OpRef
-    target_layouts: tuple[Layout, ...]
-    price_s: dict[tuple[Layout, Layout], float]
+    target_layouts: tuple[AxisLayout, ...]
+    price_s: dict[tuple[AxisLayout, AxisLayout], float]
 
-    def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
+    def allows(self, have: AxisLayout | Placement, need: AxisLayout | Placement) -> bool:
         """Whether a value in layout `have` can be read in layout `need`: they are equal, or a
         conversion exists.
         """
@@ -58,12 +58,12 @@ class Tie:
     target: OpRef
     target_layouts: tuple[Placement, ...]
 
-    def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
+    def allows(self, have: AxisLayout | Placement, need: AxisLayout | Placement) -> bool:
         """Whether the two placements are equal."""
         return have == need
 
 
-def find_links(model: AnnotatedModel) -> list[Link]:
+def find_links(model: AnnotatedModel) -> list[ValueLink]:
     """All links of `model`: those inside each class, then those between segments. Raises ValueError
     for a value that is read but not produced, and for an invalid cost.
     """
@@ -73,7 +73,7 @@ def find_links(model: AnnotatedModel) -> list[Link]:
     ]
 
 
-def edge_links(model: AnnotatedModel) -> Iterator[Link]:
+def edge_links(model: AnnotatedModel) -> Iterator[ValueLink]:
     """One link for each edge between classes, in the order of `model.edges`. Raises ValueError for
     an unknown op or an invalid cost.
     """
@@ -85,7 +85,7 @@ def edge_links(model: AnnotatedModel) -> Iterator[Link]:
             model, edge.target, model.classes[edge.target].inputs[edge.target_input]
         )
         prices = _prices(edge.conversions, model.num_microbatches * edge.count)
-        yield Link(
+        yield ValueLink(
             ("edge", number, ""),
             source,
             tuple(s.inputs[0] for s in output.strategies),
@@ -110,7 +110,7 @@ def find_ties(model: AnnotatedModel) -> list[Tie]:
     return ties
 
 
-def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
+def block_links(model: AnnotatedModel, index: int) -> Iterator[ValueLink]:
     """One link for each value that an op of class `index` reads. Raises ValueError for a value
     without a producer, and for an invalid cost.
     """
@@ -131,7 +131,7 @@ def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
                 weight = model.num_microbatches * block.count
                 prices[value] = _prices(block.values[value].conversions, weight)
             maker, maker_slot = producer[value]
-            yield Link(
+            yield ValueLink(
                 ("value", index, value),
                 (index, maker),
                 tuple(s.outputs[maker_slot] for s in block.ops[maker].strategies),
@@ -142,8 +142,8 @@ def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
 
 
 def _prices(
-    conversions: dict[tuple[Layout, Layout], Conversion], weight: int
-) -> dict[tuple[Layout, Layout], float]:
+    conversions: dict[tuple[AxisLayout, AxisLayout], Conversion], weight: int
+) -> dict[tuple[AxisLayout, AxisLayout], float]:
     prices = {}
     for pair, conversion in conversions.items():
         prices[pair] = weight * (conversion.forward_s + conversion.backward_s)
@@ -170,7 +170,7 @@ def _op_named(model: AnnotatedModel, index: int, name: str) -> tuple[OpRef, Anno
 
 def reduce_domains(
     models: Sequence[AnnotatedModel],
-    links: list[Link],
+    links: list[ValueLink],
     ties: list[Tie],
     allowed: Domains | None = None,
 ) -> Domains | OpRef:
@@ -189,8 +189,8 @@ def reduce_domains(
         for c, block in enumerate(models[0].classes)
         for o in range(len(block.ops))
     }
-    touching: dict[OpRef, list[Link | Tie]] = defaultdict(list)
-    joints: list[Link | Tie] = [*links, *ties]
+    touching: dict[OpRef, list[ValueLink | Tie]] = defaultdict(list)
+    joints: list[ValueLink | Tie] = [*links, *ties]
     for link in joints:
         touching[link.source].append(link)
         touching[link.target].append(link)

@@ -17,7 +17,7 @@ from ortools.linear_solver import linear_solver_pb2, pywraplp
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.costs.placement_cost import input_bytes
-from autopar.solve.integer_program.formulation import Program
+from autopar.solve.integer_program.formulation import IntegerProgram
 
 _ROUNDING = 1e-12
 """Relative slack for double rounding in sums of fewer than 1e3 x 1e3 terms of equal sign (each
@@ -43,7 +43,7 @@ class Relaxation:
     chosen: list[int] | None
 
 
-def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
+def relax(program: IntegerProgram, capacity_bytes: int | None) -> Relaxation:
     """Rigorous lower bounds (a `Relaxation`) of `program` by linear programming. If each op has one
     strategy left, the only placement with its exact cost.
     """
@@ -81,7 +81,7 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
     return Relaxation(bound_s, 0, chosen if integral else None)
 
 
-def _decided(program: Program) -> Relaxation:
+def _decided(program: IntegerProgram) -> Relaxation:
     """The cost of the only placement of a program whose ops have one strategy each, as a
     `Relaxation`.
     """
@@ -100,7 +100,7 @@ def _decided(program: Program) -> Relaxation:
     return Relaxation(seconds, size_bytes if program.has_memory else 0, sorted(chosen))
 
 
-def _rows(program: Program, scale: float) -> list[Row]:
+def _rows(program: IntegerProgram, scale: float) -> list[Row]:
     """All constraints of `program` except the capacity. Byte coefficients are divided by
     `scale`.
     """

@@ -26,9 +26,9 @@ from math import floor, frexp, inf
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.costs.pipeline_cost import Pipelined
-from autopar.solve.costs.placement_cost import Choices, Priced, price
+from autopar.solve.costs.placement_cost import Choices, Priced, price_placement
 from autopar.solve.integer_program import cp_sat
-from autopar.solve.integer_program.formulation import Program, formulate
+from autopar.solve.integer_program.formulation import IntegerProgram, formulate
 from autopar.solve.integer_program.lp_relaxation import Relaxation, relax
 
 OPTIMALITY_GAP = 1e-9
@@ -127,7 +127,7 @@ class Prepared:
 
     model: AnnotatedModel
     capacity_bytes: int | None
-    program: Program
+    program: IntegerProgram
     relaxed: Relaxation
 
     @property
@@ -257,8 +257,8 @@ def smallest_memory(
         return Infeasible(
             "time limit", f"memory not minimised in {time_limit_s:g} s", time.perf_counter() - start
         )
-    choices = program.choices(chosen_of(program, solver, variables))
-    memory_bytes = price(model, choices).memory_bytes
+    choices = program.choices(chosen_variables(program, solver, variables))
+    memory_bytes = price_placement(model, choices).memory_bytes
     # a whole number, held as a float
     bound_bytes = min(round(solver.best_objective_bound) + program.constant_bytes, memory_bytes)
     if status == cp_sat.OPTIMAL and bound_bytes != memory_bytes:
@@ -288,7 +288,7 @@ class _Result:
 
 
 def _minimise_time(
-    program: Program,
+    program: IntegerProgram,
     capacity_bytes: int | None,
     deadline: float,
     upper_bound_s: float | None,
@@ -315,7 +315,7 @@ def _minimise_time(
 
 
 def _minimise_quantised(
-    program: Program,
+    program: IntegerProgram,
     capacity_bytes: int | None,
     deadline: float,
     upper_bound_s: float | None,
@@ -346,9 +346,9 @@ def _minimise_quantised(
     bound_s = max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12) + program.constant_s
     if status not in (cp_sat.OPTIMAL, cp_sat.FEASIBLE):
         return _Result(None, bound_s, 0.0, 0.0, 0.0, finished)
-    chosen = chosen_of(program, solver, variables)
+    chosen = chosen_variables(program, solver, variables)
     error_s = quantum_s * sum(program.cost_s[v] > 0 for v in chosen)
-    time_s = price(program.model, program.choices(chosen)).time_s
+    time_s = price_placement(program.model, program.choices(chosen)).time_s
     return _Result(
         chosen,
         bound_s,
@@ -376,7 +376,7 @@ def quantise(
     return [floor(cost_s / quantum_s) for cost_s in costs_s], quantum_s
 
 
-def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
+def _cp_model(program: IntegerProgram) -> tuple[cp_sat.CpModel, list]:
     """(a CP-SAT model with the constraints of `program`, without capacity and objective; its
     variables, by number).
     """
@@ -394,7 +394,7 @@ def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
 
 
 def constrain(
-    built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1
+    built: cp_sat.CpModel, program: IntegerProgram, variables: list, number: cp_sat.LinearExprT = 1
 ) -> None:
     """Adds to `built` the constraints on the 0/1 variables of `number` copies of `program`.
     `variables` has, for each variable, how many copies set it to 1. Moments of backward are not
@@ -435,7 +435,9 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
     return solver
 
 
-def chosen_of(program: Program, solver: cp_sat.CpSolver, variables: list) -> list[int]:
+def chosen_variables(
+    program: IntegerProgram, solver: cp_sat.CpSolver, variables: list
+) -> list[int]:
     """The numbers of the variables that are 1 in the solver's solution, without
     `program.transient`.
     """
@@ -447,10 +449,10 @@ def chosen_of(program: Program, solver: cp_sat.CpSolver, variables: list) -> lis
 
 
 def _solution(
-    program: Program, chosen: list[int], bound_s: float, start: float, method: str
+    program: IntegerProgram, chosen: list[int], bound_s: float, start: float, method: str
 ) -> Solution:
     choices = program.choices(chosen)
-    priced = price(program.model, choices)
+    priced = price_placement(program.model, choices)
     bound_s = min(bound_s, priced.time_s)
     status = "optimal" if priced.time_s - bound_s <= OPTIMALITY_GAP * priced.time_s else "feasible"
     return Solution(status, choices, priced, bound_s, time.perf_counter() - start, method)

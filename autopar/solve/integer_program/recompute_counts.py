@@ -30,8 +30,8 @@ from autopar.solve.costs.placement_cost import Choices
 from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.integer_program import cp_sat
 from autopar.solve.integer_program.formulation import (
+    IntegerProgram,
     Moment,
-    Program,
     formulate_between,
     formulate_segment,
 )
@@ -42,7 +42,12 @@ from autopar.solve.integer_program.links import (
     find_ties,
     reduce_domains,
 )
-from autopar.solve.integer_program.placement_solver import chosen_of, constrain, cp_solver, quantise
+from autopar.solve.integer_program.placement_solver import (
+    chosen_variables,
+    constrain,
+    cp_solver,
+    quantise,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class _ModePart:
 
     index: int
     mode: str
-    program: Program
+    program: IntegerProgram
     kept: dict[int, int]  # by variable of `program`
     moment: Moment
     factor: int
@@ -140,7 +145,9 @@ def solve_together(
     for part in parts:
         counts[part.index][part.mode] = part.factor * solver.value(part.number)
     time_s = (solver.objective_value + paid) * quantum_s * (1 + 1e-12) + base.fixed_s
-    return Together(between.choices(chosen_of(between, solver, shared)), counts, time_s, bound_s)
+    return Together(
+        between.choices(chosen_variables(between, solver, shared)), counts, time_s, bound_s
+    )
 
 
 def _add_classes(

@@ -4,7 +4,7 @@ each with its best placement and stages.
 It is best-first, with lower bounds of increasing cost. Every candidate has a bound. In a pipeline
 there is one for all ZeRO stages that shard (`zero_variants.py`).
 
-A candidate with fixed recomputation and stages (`fixed_candidates.py`) passes these steps:
+A candidate with fixed recomputation and stages (`steps.py`) passes these steps:
 
 - annotated: every op has its cheapest strategy (`quick_time_bound`).
 - relaxed: the LP relaxation, including memory (`prepare`).
@@ -45,11 +45,11 @@ from autopar.solve.search.board import Board
 from autopar.solve.search.candidate_models import ModelOf
 from autopar.solve.search.candidate_state import Entry, FixedSolver
 from autopar.solve.search.driver import Driver, shape_of
-from autopar.solve.search.fixed_candidates import bound_quickly, relax, solve_fixed
-from autopar.solve.search.lean_stages import fullest_lean_rank_bytes, lean_schedules
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.search_state import SearchState
+from autopar.solve.search.staged_placement import fullest_lean_rank_bytes, lean_schedules
+from autopar.solve.search.steps import bound_quickly, relax_candidate, solve_fixed
 from autopar.solve.search.uniform_solver import ALONE, UniformSolver
 from autopar.solve.search.work_sharing import Sharing
 from autopar.solve.search.workers import Team, patience_s
@@ -314,7 +314,7 @@ class UniformRefiner:
         if isinstance(solver, FixedSolver):
             if solver.prepared is None:
                 self.raised += 1
-                relax(entry, solver, self.capacity_bytes)
+                relax_candidate(entry, solver, self.capacity_bytes)
             else:
                 self._count_solved(entry)
                 if solve_fixed(self.state, entry, solver.prepared, self.capacity_bytes):

@@ -15,8 +15,8 @@ from autopar.solve.bounds.candidate_facts import CandidateFacts
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.bounds.family import Family
 from autopar.solve.bounds.family_bounds import Families
-from autopar.solve.bounds.lagrangian import Total, parameters_s, raise_totals, shape_of
-from autopar.solve.bounds.sketch import Sketch, sums
+from autopar.solve.bounds.lagrangian import Total, parameters_s, raise_totals, schedule_shape
+from autopar.solve.bounds.sketch import Sketch, prefix_sums
 from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.placement_cost import Choices
 from autopar.solve.costs.schedule import Schedule
@@ -59,7 +59,7 @@ class CandidateBounds:
         """
         first = self.models.first
         micro, units = first.num_microbatches, len(blocks_of(first))
-        return {s: Total(shape_of(s, micro, units, self.cell.alike)) for s in self.schedules}
+        return {s: Total(schedule_shape(s, micro, units, self.cell.alike)) for s in self.schedules}
 
     @cached_property
     def families(self) -> Families:
@@ -123,9 +123,9 @@ class CandidateBounds:
     ) -> tuple[float, float]:
         cell, likely_s = self.cell, inf
         room_bytes = inf if self.capacity_bytes is None else self.capacity_bytes - fixed_bytes
-        static = sums(cell.by_unit([static_bytes[index] for index in cell.first.segments]))
+        static = prefix_sums(cell.by_unit([static_bytes[index] for index in cell.first.segments]))
         for schedule in self.below(upper_bound_s):
-            held = shape_of(schedule, micro_batches, sketch.units, cell.alike).held
+            held = schedule_shape(schedule, micro_batches, sketch.units, cell.alike).held
             self.raise_to(
                 schedule, sketch.bound_s(schedule, micro_batches, held, room_bytes, static)
             )

@@ -19,6 +19,7 @@ from math import inf
 from typing import Any
 
 from autopar.ir.mesh import MeshShape
+from autopar.ir.simplicity import INSIDE
 from autopar.ir.stop import TimeIsOver, check_time, stops_at
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.integer_program.placement_solver import Solution
@@ -282,6 +283,20 @@ def simpler_of(
     )
     own = candidate_simplicity(searched.best[0])
     return near[ranked[0][2]] if ranked and ranked[0][0] < own else None
+
+
+def inside_of(
+    others: Sequence[FamilyBest], searched: SearchResult, crosses: Callable[[MeshShape], bool]
+) -> Restaged | None:
+    """The fastest of the plans of other families whose mesh does not `crosses`, if that of the chosen
+    plan does. It is within `INSIDE` of the fastest plan found. None if there is none.
+    """
+    if searched.best is None or not crosses(searched.best[0].mesh):
+        return None
+    limit_s = (1 + INSIDE) * (searched.fastest or searched.best)[1].time_s
+    staged = [one.staged for one in others if one.staged is not None and one.time_s <= limit_s]
+    inner = [one for one in staged if not crosses(one.candidate.mesh)]
+    return min(inner, key=lambda one: one.time_s, default=None)
 
 
 def same_layout_s(

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from autopar.solve.bounds.family import EVERY, Family, Part
+from autopar.solve.bounds.family import EVERY_PLACEMENT, Family, PlacementRange
 from autopar.solve.bounds.family_bounds import Families
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.staging.best_staging import best_staging
@@ -19,7 +19,7 @@ _PARTS, _CLOSE = 8, 1e-4
 able to raise the bound).
 """
 
-PartBounds = tuple[tuple[float, Part], ...]
+PartBounds = tuple[tuple[float, PlacementRange], ...]
 """Parts of a family, each with its bound."""
 
 
@@ -34,7 +34,7 @@ class RowBound:
 
     families: Families
     family: Family
-    row_of: Callable[[bool, int, bool, Part], UnitRow | None]
+    row_of: Callable[[bool, int, bool, PlacementRange], UnitRow | None]
     schedule: Schedule
     capacity_bytes: int | None
     upper_bound_s: float
@@ -51,7 +51,7 @@ class RowBound:
             known_s = self._of_all()
             if known_s >= self.upper_bound_s or not self._gains_by_parts(known_s):
                 return known_s, ()
-            left = [(known_s, True, EVERY)]
+            left = [(known_s, True, EVERY_PLACEMENT)]
         return self._parted(left)
 
     def _of_all(self) -> float:
@@ -63,12 +63,12 @@ class RowBound:
         """
         known_s, closest = 0.0, bool(self.families.facts.units)
         for closely in dict.fromkeys((self.family.limited is not None and closest, closest)):
-            known_s = self._of_part(EVERY, closely, self.upper_bound_s)
+            known_s = self._of_part(EVERY_PLACEMENT, closely, self.upper_bound_s)
             if known_s >= self.upper_bound_s:
                 break
         return known_s
 
-    def _of_part(self, part: Part, closely: bool, up_to_s: float) -> float:
+    def _of_part(self, part: PlacementRange, closely: bool, up_to_s: float) -> float:
         schedule, all_modes, free_s = self.schedule, len(self.families.facts.models), 0.0
         found_s = 0.0
         for modes in (all_modes,) if self.is_limited else dict.fromkeys((1, all_modes)):
@@ -95,11 +95,13 @@ class RowBound:
         if self.schedule.ranks == 1 or self.upper_bound_s == float("inf") or not any(slack_s):
             return False
         (forward_s, once_s), closest = least_s, bool(self.families.facts.units)
-        narrowest = Part((forward_s, forward_s), (once_s, once_s))
+        narrowest = PlacementRange((forward_s, forward_s), (once_s, once_s))
         bound_s = self._of_part(narrowest, closest, 2 * self.upper_bound_s)
         return bound_s > known_s * (1 + _CLOSE)
 
-    def _parted(self, left: Iterable[tuple[float, bool, Part]]) -> tuple[float, PartBounds]:
+    def _parted(
+        self, left: Iterable[tuple[float, bool, PlacementRange]]
+    ) -> tuple[float, PartBounds]:
         """(a lower bound on the family from its parts; the parts whose bound is below
         `upper_bound_s`, with their bounds).
 

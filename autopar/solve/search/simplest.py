@@ -30,7 +30,7 @@ makes equal requests give equal plans where several processes find equally fast 
 applies to searches that ended with a gap.
 """
 
-_KEPT = "the fastest whose tensor parallelism does not cross nodes or PCIe"
+KEPT = "the fastest whose tensor parallelism does not cross nodes or PCIe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Preference:
             best = fastest(self.restager, some, within_s, self.until)[0] or best
         if best is None:
             return None
-        inside = replace(with_plan(found, candidates, best, _KEPT), fastest=None)
+        inside = replace(with_plan(found, candidates, best, KEPT), fastest=None)
         simplest = self._simplest(inside, inner, candidates)
         if simplest.best is None or simplest.best[1].time_s > limit_s:
             simplest = inside

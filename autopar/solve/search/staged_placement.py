@@ -1,4 +1,4 @@
-"""A placement with its best stages, priced by the definition."""
+"""A placement with its best stages, priced by the definition, and with stages that hold little."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.ir.annotated import AnnotatedModel
-from autopar.solve.costs.pipeline_cost import blocks_of, pipelined
-from autopar.solve.costs.placement_cost import Choices, price
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, stages_of
+from autopar.solve.costs.placement_cost import Choices, price_placement
 from autopar.solve.costs.recompute_mix import Mixed, Models, mixed
 from autopar.solve.costs.schedule import Schedule, Staging
 from autopar.solve.integer_program.placement_solver import Solution
@@ -55,7 +56,7 @@ def staged_placement(
     solution = Solution(
         status="feasible",
         choices=choices,
-        priced=price(found[0].model, choices),
+        priced=price_placement(found[0].model, choices),
         bound_s=staging.bound_s,
         solve_time_s=0.0,
         method="staging",
@@ -150,3 +151,42 @@ class Stager:
 def bound_of(found: Staged | float) -> float:
     """The lower bound in seconds in a result of `Stager.staged`."""
     return found if isinstance(found, float) else found.solution.bound_s
+
+
+def lean_schedules(candidate: Candidate) -> list[Candidate]:
+    """The candidate under each schedule that may hold least. That is 1F1B if it can run, since it has
+    fewest micro-batches in flight. Otherwise it is each schedule, with the fewest stages a rank.
+    Without schedules to choose from, it is the candidate.
+    """
+    fewest: dict[str, int] = {}
+    for name, count in candidate.schedules:
+        fewest[name] = min(fewest.get(name, count), count)
+    if "1f1b" in fewest:
+        fewest = {"1f1b": fewest["1f1b"]}
+    found = [replace(candidate, schedule=name, stages_per_rank=n) for name, n in fewest.items()]
+    return found or [candidate]
+
+
+def fullest_lean_rank_bytes(model: AnnotatedModel, choices: Choices) -> int:
+    """Bytes of the fullest rank of a pipeline whose stages hold little. From even stages, blocks move
+    one by one from the fullest rank to the emptiest, as long as this helps. Stages stay as they are
+    if a rank has several, or if their sizes are fixed.
+    """
+    setting, blocks = model.pipeline_setting, blocks_of(model)
+    even = pipelined(model, choices)
+    best = even.memory_bytes
+    if setting.sizes or setting.stages_per_rank > 1:
+        return max(best)
+    layers = set(blocks)
+    sizes = [len(layers.intersection(stage)) for stage in even.stages]
+    for _ in blocks:
+        fullest, emptiest = (pick(range(len(best)), key=best.__getitem__) for pick in (max, min))
+        if sizes[fullest] == 1:
+            break
+        sizes[fullest] -= 1
+        sizes[emptiest] += 1
+        moved = pipelined(model, choices, stages_of(sizes, blocks, len(model.segments)))
+        if sorted(moved.memory_bytes, reverse=True) >= sorted(best, reverse=True):
+            break
+        best = moved.memory_bytes
+    return max(best)

@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from autopar.solve.costs.schedule import Schedule, Staging, ramp
-from autopar.solve.staging.interleaved import best_deal, deals_of, least_deal_s, runs_of
+from autopar.solve.staging.interleaved import best_deal, least_deal_s, runs_of, unit_deals
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
 from autopar.solve.staging.unit_row import UnitRow
 
@@ -52,7 +52,7 @@ def quick_bound_s(row: UnitRow, schedule: Schedule) -> float:
     """
     micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
     if schedule.stages_per_rank > 1:
-        deals = deals_of(schedule, len(row))
+        deals = unit_deals(schedule, len(row))
         found = min((least_deal_s(row, schedule, runs_of(sizes)) for sizes in deals), default=inf)
     elif ranks == 1:
         found = micro * whole_s

@@ -34,7 +34,7 @@ FEWER = 2
 def best_deal(
     row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
-    """The fastest `Staging`, over all deals (`deals_of`), that fits each rank into `capacity`
+    """The fastest `Staging`, over all deals (`unit_deals`), that fits each rank into `capacity`
     bytes and takes less than `upper_bound_s`. `upper_bound_s` does not include the constant seconds
     of a step.
 
@@ -44,7 +44,7 @@ def best_deal(
     best: tuple[float, tuple[int, ...], list[list[int]]] | None = None
     is_free, fits = True, False  # `fits`: some deal does, or may, for all that was looked at
     ranks, bound_s = schedule.ranks, upper_bound_s
-    deals = [(sizes, runs_of(sizes)) for sizes in deals_of(schedule, len(row))]
+    deals = [(sizes, runs_of(sizes)) for sizes in unit_deals(schedule, len(row))]
     lines_s = _lines_s(row, schedule, capacity)
     least = [
         max(
@@ -230,12 +230,12 @@ def _waited_s(
 
 def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
     """Lower bounds on the seconds of a micro-batch, with its share of seconds once a step: an array
-    [deal, rank, line]. Deals are those of `deals_of`, lines those of `row`; -inf where a line
+    [deal, rank, line]. Deals are those of `unit_deals`, lines those of `row`; -inf where a line
     does not apply. `capacity` is bytes of a rank. `least_recomputation.lines_s` is the same for one
     stage a rank, and says how.
     """
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
-    deals = deals_of(schedule, len(row))
+    deals = unit_deals(schedule, len(row))
     if not lines:
         return np.zeros((len(deals), ranks, 0))
     ends = ends_of(schedule, len(row))
@@ -331,7 +331,7 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def deals_of(schedule: Schedule, units: int) -> tuple[tuple[int, ...], ...]:
+def unit_deals(schedule: Schedule, units: int) -> tuple[tuple[int, ...], ...]:
     """The deals of `units` units that a schedule allows: its own sizes if these are fixed, otherwise
     those of `dealt_sizes`. For each deal, the number of units of each stage.
     """
@@ -342,10 +342,10 @@ def deals_of(schedule: Schedule, units: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def ends_of(schedule: Schedule, units: int) -> np.ndarray:
-    """For each deal of `deals_of`, as a row: the unit at which each stage begins, and the end of
+    """For each deal of `unit_deals`, as a row: the unit at which each stage begins, and the end of
     the last. No rows if there is no deal.
     """
-    starts = np.array([(0, *sizes) for sizes in deals_of(schedule, units)], int).reshape(
+    starts = np.array([(0, *sizes) for sizes in unit_deals(schedule, units)], int).reshape(
         -1, schedule.ranks * schedule.stages_per_rank + 1
     )
     return np.cumsum(starts, axis=1)

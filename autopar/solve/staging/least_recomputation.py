@@ -7,7 +7,7 @@ from operator import sub
 
 import numpy as np
 
-from autopar.solve.staging.recompute_options import Options, Ways
+from autopar.solve.staging.recompute_options import BlockOptions, Ways
 from autopar.solve.staging.unit_row import UnitRow
 
 _ROUNDING = 1e-9
@@ -78,7 +78,7 @@ def _counts(row: UnitRow, first: int, end: int) -> tuple[int, ...]:
 
 def _fitting(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int
-) -> tuple[Options, np.ndarray]:
+) -> tuple[BlockOptions, np.ndarray]:
     """(all options to recompute in units `first` to `end`, indices of those that fit in
     `capacity_bytes`). Arguments as in `least`.
     """

@@ -15,7 +15,7 @@ from autopar.solve.costs.pareto import undominated
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """Costs of one block of a kind; blocks of one kind cost the same. Each field has one entry for
     each recompute mode; the first mode keeps most.
 
@@ -41,7 +41,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BlockOptions:
     """Ways to run some blocks, in bytes and in seconds: arrays by option, fastest first. An option
     says how many blocks of each kind run in each recompute mode: `amounts`, indexed [option, kind,
     mode].
@@ -65,7 +65,7 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """Ways to run a stage: extra seconds of backward (`more_s`), seconds once a step above the
-    minimum (`step_s`), and `amounts` as in `Options`; arrays by way. `is_complete`: no other way
+    minimum (`step_s`), and `amounts` as in `BlockOptions`; arrays by way. `is_complete`: no other way
     that fits has less of both seconds.
     """
 
@@ -78,7 +78,7 @@ class Ways:
 @dataclass(frozen=True, slots=True)
 class AlikeWays:
     """Ways to run a stage whose rank runs the same number of blocks in each recompute mode in all
-    its stages. Arrays by way, least recomputation first; the meaning of fields is that of `Kind`,
+    its stages. Arrays by way, least recomputation first; the meaning of fields is that of `BlockKind`,
     summed (peaks: maximum) over the blocks. `lines` is indexed [way, line], `modes` [way, unit].
     The first blocks recompute most.
     """
@@ -127,16 +127,16 @@ class RecomputeOptions:
     alive.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[BlockKind]
     modes: int
     micro_batches: int
-    known_options: dict[tuple[tuple[int, ...], bool], Options] = field(default_factory=dict)
+    known_options: dict[tuple[tuple[int, ...], bool], BlockOptions] = field(default_factory=dict)
     known_ways: dict[tuple[tuple[int, ...], int], AlikeWays] = field(default_factory=dict)
     # by kind and whether backward is split: the Pareto-optimal options of 0, 1, ... blocks
-    known_of_kind: dict[tuple[int, bool], list[Options]] = field(default_factory=dict)
+    known_of_kind: dict[tuple[int, bool], list[BlockOptions]] = field(default_factory=dict)
 
-    def options(self, counts: tuple[int, ...], parted: bool) -> Options:
-        """The ways (`Options`) to run `counts[kind]` blocks of each kind, with a split (`parted`)
+    def options(self, counts: tuple[int, ...], parted: bool) -> BlockOptions:
+        """The ways (`BlockOptions`) to run `counts[kind]` blocks of each kind, with a split (`parted`)
         or a whole backward, fastest first. All ways if they are few (`are_few`), otherwise the
         Pareto-optimal ones. Cached.
         """
@@ -153,7 +153,7 @@ class RecomputeOptions:
         modes = self.modes
         return prod(comb(count + modes - 1, modes - 1) for count in counts if count) <= _FEW
 
-    def _sifted_options(self, counts: tuple[int, ...], parted: bool) -> Options:
+    def _sifted_options(self, counts: tuple[int, ...], parted: bool) -> BlockOptions:
         """The ways to run `counts[kind]` blocks of each kind, built kind by kind; dominated ones
         are dropped at each step. `work_s` and `lines` are 0, since they are not known.
         """
@@ -164,7 +164,7 @@ class RecomputeOptions:
             found = _sifted(_joined(found, other))
         return found
 
-    def _of_kind(self, number: int, count: int, parted: bool) -> Options:
+    def _of_kind(self, number: int, count: int, parted: bool) -> BlockOptions:
         """The Pareto-optimal ways to run `count` blocks of the kind with index `number`, as for
         `_sifted_options`. Those of one block more are among those with one more block each, so
         that few ways are compared where blocks are many. Cached.
@@ -181,14 +181,14 @@ class RecomputeOptions:
             known.append(_sifted(self._priced(number, amounts[distinct], parted)))
         return known[count]
 
-    def _priced(self, number: int, amounts: np.ndarray, parted: bool) -> Options:
+    def _priced(self, number: int, amounts: np.ndarray, parted: bool) -> BlockOptions:
         """The ways with these `amounts` ([way, mode] numbers of blocks) of the kind with index
         `number`, in their order. `work_s` and `lines` are 0, since they are not known.
         """
         kind = self.kinds[number]
         needed = np.array(kind.parted if parted else kind.transient)
         more_s = amounts @ np.array(kind.more_s)
-        return Options(
+        return BlockOptions(
             more_s=more_s,
             least_s=more_s + amounts @ np.array(kind.step_s) / self.micro_batches,
             work_s=np.zeros(len(amounts)),
@@ -199,7 +199,7 @@ class RecomputeOptions:
             amounts=amounts[:, None, :],
         )
 
-    def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
+    def _all_options(self, amounts: np.ndarray, parted: bool) -> BlockOptions:
         """The ways with these `amounts` ([way, kind, mode] numbers of blocks), fastest first."""
         by_kind = amounts.reshape(len(amounts), -1)
         took_s, joint_s, once_s, kept, late, *lines = (
@@ -209,7 +209,7 @@ class RecomputeOptions:
         moment = np.where(amounts > 0, needed, 0).max(axis=(1, 2))
         order = np.lexsort((moment, kept, took_s))
         each_s = once_s / self.micro_batches
-        found = Options(
+        found = BlockOptions(
             more_s=took_s,
             least_s=took_s + each_s,
             work_s=joint_s + each_s,
@@ -318,12 +318,12 @@ def _pairs(left: int, right: int) -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-def _joined(a: Options, b: Options) -> Options:
+def _joined(a: BlockOptions, b: BlockOptions) -> BlockOptions:
     """All combinations of an option of `a` and one of `b`: costs add up, peaks are the larger one.
     The kinds of `a` come before those of `b` in `amounts`.
     """
     left, right = _pairs(len(a.more_s), len(b.more_s))
-    return Options(
+    return BlockOptions(
         more_s=a.more_s[left] + b.more_s[right],
         least_s=a.least_s[left] + b.least_s[right],
         work_s=a.work_s[left] + b.work_s[right],
@@ -335,7 +335,7 @@ def _joined(a: Options, b: Options) -> Options:
     )
 
 
-def _sifted(options: Options) -> Options:
+def _sifted(options: BlockOptions) -> BlockOptions:
     """The options that are Pareto-optimal in bytes and in `more_s`, or in these bytes and
     `least_s`. Fastest first.
 
@@ -353,6 +353,8 @@ def _sifted(options: Options) -> Options:
     return _picked(options, order)
 
 
-def _picked(options: Options, order: np.ndarray | list[int]) -> Options:
+def _picked(options: BlockOptions, order: np.ndarray | list[int]) -> BlockOptions:
     """The options with the indices `order`, in this order: every field is indexed alike."""
-    return Options(**{part.name: getattr(options, part.name)[order] for part in fields(Options)})
+    return BlockOptions(
+        **{part.name: getattr(options, part.name)[order] for part in fields(BlockOptions)}
+    )

@@ -12,7 +12,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.costs.pipeline_cost import blocks_of, freed_bytes, messages_bytes, segment_costs
 from autopar.solve.costs.placement_cost import Choices, SegmentCost
 from autopar.solve.costs.recompute_mix import Models
-from autopar.solve.staging.recompute_options import Kind, RecomputeOptions
+from autopar.solve.staging.recompute_options import BlockKind, RecomputeOptions
 from autopar.solve.staging.tied_parameters import TiedParameters, tied_parameters
 from autopar.solve.staging.unit_row import BytePrice, LastSegment, Line, Sums, UnitRow
 
@@ -232,9 +232,9 @@ def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) 
     return LastSegment(kept, parted, cost.transient_bytes, max(most_freed, kept))
 
 
-def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
+def _kinds(of: _Segments) -> tuple[list[BlockKind], list[int]]:
     """(the kinds of blocks, for each unit the index of its block's kind)."""
-    kinds: dict[Kind, int] = {}
+    kinds: dict[BlockKind, int] = {}
     known: dict[tuple, int] = {}  # most blocks are the same ones
     found = []
     for block in of.blocks:
@@ -245,8 +245,8 @@ def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
     return list(kinds), found
 
 
-def _kind(of: _Segments, block: int) -> Kind:
-    """The costs (a `Kind`), by recompute mode, of the segment with index `block`. If it is the
+def _kind(of: _Segments, block: int) -> BlockKind:
+    """The costs (a `BlockKind`), by recompute mode, of the segment with index `block`. If it is the
     model's last segment, all modes cost what the first does, and its peak counts as 0.
     """
     is_last, own, base = block == of.last, of.costs[0][block], of.base
@@ -257,7 +257,7 @@ def _kind(of: _Segments, block: int) -> Kind:
     )
     # buffers of what a mode makes again
     again = [model.fixed_bytes - base.fixed_bytes for model in of.models.values()]
-    return Kind(
+    return BlockKind(
         more_s=tuple(max(c.backward_s - own.backward_s, 0.0) for c in modes),
         work_s=joint_s,
         step_s=_above_least([c.step_s for c in modes]),

@@ -19,8 +19,8 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.staging.recompute_options import RankWays, RecomputeOptions
 from autopar.solve.staging.tied_parameters import TiedParameters
 
-Seconds = TypeVar("Seconds")
-Number = TypeVar("Number")
+_Seconds = TypeVar("_Seconds")
+_Number = TypeVar("_Number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums(Generic[Seconds, Number]):
+class Sums(Generic[_Seconds, _Number]):
     """Prefix sums over units, as arrays or lists, in the first mode unless stated otherwise.
 
     `work_s` (forward and backward), `step_s` and `least_kept` are each in the mode with the
@@ -57,16 +57,16 @@ class Sums(Generic[Seconds, Number]):
     these hold between two parts of a backward.
     """
 
-    forward_s: Seconds
-    backward_s: Seconds
-    weight_s: Seconds
-    work_s: Seconds
-    step_s: Seconds
-    static: Number
-    kept: Number
-    least_kept: Number
-    late: Number
-    beside: Number
+    forward_s: _Seconds
+    backward_s: _Seconds
+    weight_s: _Seconds
+    work_s: _Seconds
+    step_s: _Seconds
+    static: _Number
+    kept: _Number
+    least_kept: _Number
+    late: _Number
+    beside: _Number
 
 
 @dataclass(frozen=True, slots=True)

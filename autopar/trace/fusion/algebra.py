@@ -49,7 +49,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Product:
+class ProductTerm:
     """A term: coefficient * the product of all terms in `factors`, each to the exponent beside it."""
 
     factors: tuple[tuple[Term, float], ...]
@@ -72,7 +72,7 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Function:
+class FunctionTerm:
     """A term: a function, by name, of the terms `of`; `attributes` are its other arguments. Only
     `Algebra` makes terms, since they are compared by identity.
     """
@@ -82,7 +82,7 @@ class Function:
     attributes: tuple[Any, ...] = ()
 
 
-Term = Leaf | Cast | Product | Sum | Mean | Function
+Term = Leaf | Cast | ProductTerm | Sum | Mean | FunctionTerm
 
 
 class Algebra:
@@ -118,7 +118,7 @@ class Algebra:
 
     def function(self, name: str, *of: Term, attributes: tuple[Any, ...] = ()) -> Term:
         """The term for the function `name` of the terms `of`; `attributes` are its other arguments."""
-        return self._one(Function, name, of, attributes)
+        return self._one(FunctionTerm, name, of, attributes)
 
     def mean(self, term: Term) -> Term:
         """The term for the mean over the last dim, kept with size 1."""
@@ -132,7 +132,7 @@ class Algebra:
         exponents: dict[Term, float] = {}
         for factor, exponent in factors:
             inner: Iterable[tuple[Term, float]] = ((factor, 1.0),)
-            if isinstance(factor, Product) and _opens(factor, exponent):
+            if isinstance(factor, ProductTerm) and _opens(factor, exponent):
                 inner = factor.factors
                 coefficient *= factor.coefficient**exponent
             for term, power in inner:
@@ -142,7 +142,7 @@ class Algebra:
             ((term, power),) = parts
             if power == 1.0:
                 return term
-        return self._one(Product, parts, coefficient)
+        return self._one(ProductTerm, parts, coefficient)
 
     def sum(self, summands: Iterable[tuple[Term, float]], constant: float = 0.0) -> Term:
         """The term for constant + the sum of (summand, coefficient), with sums among the summands
@@ -154,7 +154,7 @@ class Algebra:
             if isinstance(summand, Sum):
                 inner, constant = summand.summands, constant + summand.constant * coefficient
             for term, factor in inner:
-                if isinstance(term, Product) and term.coefficient != 1.0:
+                if isinstance(term, ProductTerm) and term.coefficient != 1.0:
                     factor *= term.coefficient
                     term = self.product(term.factors)
                 coefficients[term] = coefficients.get(term, 0.0) + factor * coefficient
@@ -168,18 +168,18 @@ class Algebra:
         """The term for `term` ^ `exponent`."""
         return self.product(((term, exponent),))
 
-    def quotient(self, whole: Term, *divisors: Term) -> Product:
-        """whole / divisors as a `Product`, which may have a single factor or none."""
+    def quotient(self, whole: Term, *divisors: Term) -> ProductTerm:
+        """whole / divisors as a `ProductTerm`, which may have a single factor or none."""
         found = self.product(((whole, 1.0), *((divisor, -1.0) for divisor in divisors)))
-        if isinstance(found, Product):
+        if isinstance(found, ProductTerm):
             return found
-        product = self._one(Product, ((found, 1.0),), 1.0)
-        assert isinstance(product, Product)
+        product = self._one(ProductTerm, ((found, 1.0),), 1.0)
+        assert isinstance(product, ProductTerm)
         return product
 
     def factors(self, term: Term) -> set[Term]:
         """The terms that a product multiplies, without exponents; {term} for any other term."""
-        return {factor for factor, _ in term.factors} if isinstance(term, Product) else {term}
+        return {factor for factor, _ in term.factors} if isinstance(term, ProductTerm) else {term}
 
     def value(self, term: Term, widened: bool) -> Node | None:
         """The first node that computes a term, or None. With `widened`, casts to a wider dtype are
@@ -242,7 +242,7 @@ def dtype_of(node: Node) -> torch.dtype:
     return dtype
 
 
-def _opens(product: Product, exponent: float) -> bool:
+def _opens(product: ProductTerm, exponent: float) -> bool:
     """Whether product ^ exponent is the product of the powers of its parts: (a^2)^(1/2) is |a|, and
     stays as it is; (1 / a)^(1/2) is a^(-1/2). The coefficient's power must be a finite number.
     """
@@ -254,7 +254,7 @@ def _opens(product: Product, exponent: float) -> bool:
         return False
 
 
-def _is_inverse(product: Product) -> bool:
+def _is_inverse(product: ProductTerm) -> bool:
     """Whether a product is term ^ -1 for one term, with coefficient 1."""
     return product.coefficient == 1.0 and [power for _, power in product.factors] == [-1.0]
 

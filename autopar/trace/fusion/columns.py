@@ -12,7 +12,7 @@ from autopar.trace.fusion.algebra import at
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ColumnRange:
     """A description of adjacent columns (the last dim) of the node `of`: from `start` to before
     `stop`.
     """
@@ -37,7 +37,7 @@ class Half:
         return self == Half(lower.of, True, lower.neighbours) and not lower.upper
 
 
-def part_of(node: Node) -> Part | None:
+def part_of(node: Node) -> ColumnRange | None:
     """The adjacent columns of another node that a node is. None if it is no cut of the last dim."""
     if node.target is operator.getitem:
         split, index = at(node), at(node, 1)
@@ -47,9 +47,9 @@ def part_of(node: Node) -> Part | None:
             return None
         sizes = at(split, 1)
         start = sum(sizes[:index])
-        return Part(at(split), start, start + sizes[index])
+        return ColumnRange(at(split), start, start + sizes[index])
     cut = _cut(node)
-    return Part(at(node), cut.start, cut.stop) if cut is not None and cut.step == 1 else None
+    return ColumnRange(at(node), cut.start, cut.stop) if cut is not None and cut.step == 1 else None
 
 
 def half_of(node: Node | None) -> Half | None:
@@ -92,7 +92,7 @@ def negated(node: Node) -> Node | None:
     return at(node) if negates else None
 
 
-def joined(node: Node, neighbours: bool = False) -> list[Node] | None:
+def joined_nodes(node: Node, neighbours: bool = False) -> list[Node] | None:
     """The nodes that a node joins along the last dim, in order: as blocks of columns, or with
     `neighbours` by turns. None if it joins nothing that way.
     """

@@ -22,9 +22,7 @@ from autopar.ir.traced import BlockClass, TracedModel, per_model
 from autopar.ops.values import output_nodes
 from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
-from autopar.trace.fusion.bias_activations import match_bias_activation
-from autopar.trace.fusion.gated import match_gated
-from autopar.trace.fusion.gated_norms import match_gated_norm, with_gate_first
+from autopar.trace.fusion.gated import match_bias_activation, match_gated
 from autopar.trace.fusion.linear_losses import match_linear_loss
 from autopar.trace.fusion.losses import match_loss
 from autopar.trace.fusion.matches import (
@@ -36,7 +34,7 @@ from autopar.trace.fusion.matches import (
     viewed,
     without_bias,
 )
-from autopar.trace.fusion.norms import match_norm, with_residual
+from autopar.trace.fusion.norms import match_gated_norm, match_norm, with_gate_first, with_residual
 from autopar.trace.fusion.rotary import match_rotary
 from autopar.trace.fusion.softmaxes import match_softmax
 from autopar.trace.fusion.validate import wrong
@@ -74,7 +72,7 @@ def fused(traced: TracedModel, mode: str) -> TracedModel:
         raise ValueError(f"the model is fused with fuse={traced.fusion.mode}, not {mode}")
     classes, done, missed = [], [], []
     for block in traced.classes:
-        matches, misses = select(block.graph, _MATCHERS[mode])
+        matches, misses = _select(block.graph, _MATCHERS[mode])
         graph, names = rewritten(block.graph, matches) if matches else (block.graph, {})
         classes.append(replace(block, graph=graph))
         done += [_described(block, match, names[match]) for match in matches]
@@ -87,7 +85,7 @@ def _described(block: BlockClass, match: Match, name: str) -> FusedOp:
     return FusedOp(block.name, match.name, name, replaced, dict(match.attributes))
 
 
-def select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
+def _select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
     """(matches that do not overlap, misses), both in the order of the graph. A match is a subgraph
     with the op that computes the same. A miss is one that nearly matched and is in no match.
 

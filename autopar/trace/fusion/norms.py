@@ -1,4 +1,6 @@
-"""Which values are norms: RMSNorm in every spelling, and the norms of torch; with the addition of a residual before them.
+"""Which values are norms: RMSNorm in every spelling, and the norms of torch, also with the addition of a residual before them.
+
+RMSNorm may have a gate: norm(x) silu(z), as in Qwen3-Next, and norm(x silu(z)), as in Mamba 2.
 
     x mean(x^2) + eps ^ -1/2            the core, in a dtype that x was widened to
     (core) (offset + weight)            rounded nowhere ('none'), after the product ('after'), or before it ('before', 'weight')
@@ -8,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,14 +21,15 @@ from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import (
     Algebra,
     Cast,
+    FunctionTerm,
     Mean,
-    Product,
+    ProductTerm,
     Sum,
     Term,
     at,
     dtype_of,
 )
-from autopar.trace.fusion.matches import Match, Miss, interior_of
+from autopar.trace.fusion.matches import Match, Miss, ending_at, interior_of
 
 RMS, LAYER = "autopar::rms_norm", "autopar::layer_norm"
 
@@ -47,8 +51,8 @@ class _Core:
     x: Term
     eps: float
     root: Term
-    inside: Product
-    outside: Product
+    inside: ProductTerm
+    outside: ProductTerm
     rounded: torch.dtype | None
 
 
@@ -108,7 +112,7 @@ def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
     one = algebra.quotient(term, term)
     if isinstance(term, Cast):
         return _scaled(algebra, term.of, one, term.dtype)
-    if not isinstance(term, Product):
+    if not isinstance(term, ProductTerm):
         return None
     found = _scaled(algebra, term, one, None)
     if found is not None:
@@ -125,7 +129,7 @@ def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
     return _root_rounded(algebra, term)
 
 
-def _root_rounded(algebra: Algebra, term: Product) -> _Core | None:
+def _root_rounded(algebra: Algebra, term: ProductTerm) -> _Core | None:
     """The core of a product of x and a root mean square that was rounded by itself. The op rounds
     their product instead, which is closer. None if there is none.
     """
@@ -142,14 +146,14 @@ def _root_rounded(algebra: Algebra, term: Product) -> _Core | None:
 
 
 def _scaled(
-    algebra: Algebra, term: Term, outside: Product, rounded: torch.dtype | None
+    algebra: Algebra, term: Term, outside: ProductTerm, rounded: torch.dtype | None
 ) -> _Core | _Unlike | None:
     """The core of `term` if it is a product that divides something by its root mean square.
 
     `outside` and `rounded` are stored in it. `_Unlike` if it has a root of another mean; None if it
     has none.
     """
-    if not isinstance(term, Product) or len(term.factors) < 2:
+    if not isinstance(term, ProductTerm) or len(term.factors) < 2:
         return None
     unlike: _Unlike | None = None
     for factor, exponent in term.factors:
@@ -195,7 +199,7 @@ def _root_of(algebra: Algebra, square: Term) -> Term | None:
     """The term whose square is `square`. None unless that is a product of even powers with a
     positive coefficient.
     """
-    if not isinstance(square, Product) or square.coefficient <= 0:
+    if not isinstance(square, ProductTerm) or square.coefficient <= 0:
         return None
     if any(exponent % 2 for _, exponent in square.factors):
         return None
@@ -251,7 +255,7 @@ def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
     return "weight" if core.rounded == of_weight else None
 
 
-def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
+def _weight(algebra: Algebra, factors: ProductTerm) -> tuple[Node, float] | None:
     """(the node of the weight, the constant that is added to it) if the scale is one vector, or a
     constant and one. None otherwise.
     """
@@ -303,3 +307,64 @@ def with_residual(match: Match) -> Match | None:
         results=(*match.results, total),
         interior=tuple(sorted((*match.interior, total))),
     )
+
+
+def match_gated_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
+    """The `Match` of an RMS norm multiplied by its gate, norm(x) * silu(gate), whose result is
+    `node`. None if it is no such product.
+    """
+    product = at(node) if op_name(node) == "aten::to" else node
+    for normed, gate in _gated(algebra, product):
+        for inner in (normed, _widened(normed)):
+            found = match_norm(algebra, inner) if inner in algebra.terms else None
+            if isinstance(found, Match) and found.name == RMS and _alike(found.operands["x"], gate):
+                return _with_gate(algebra, found, node, found.operands["x"], gate, first=False)
+    return None
+
+
+def with_gate_first(algebra: Algebra, match: Match) -> Match | None:
+    """The match of an RMS norm joined with the product before it, norm(x * silu(gate)). None if
+    there is no such product, or the norm has a gate already.
+    """
+    if match.name != RMS or "gate" in match.operands:
+        return None
+    for x, gate in _gated(algebra, match.operands["x"]):
+        if _alike(x, gate):
+            larger = _with_gate(algebra, match, match.results[0], _widened(x), gate, first=True)
+            # the norm rounds to what x was before it was widened
+            rounds = larger.attributes["cast"] == "weight"
+            cast = "before" if rounds else larger.attributes["cast"]
+            return replace(larger, attributes=larger.attributes | {"cast": cast})
+    return None
+
+
+def _with_gate(
+    algebra: Algebra, match: Match, result: Node, x: Node, gate: Node, first: bool
+) -> Match:
+    return ending_at(algebra, match, result, {"x": x, "gate": gate}, {"gate_first": first})
+
+
+def _gated(algebra: Algebra, node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yields (the other factor, gate) for each factor silu(gate) if `node` is a product of two."""
+    if not isinstance(node, Node) or op_name(node) != "aten::mul":
+        return
+    factors = [factor for factor in (at(node), at(node, 1)) if factor in algebra.terms]
+    for factor, other in (factors, factors[::-1]) if len(factors) == 2 else ():
+        term = algebra.terms[factor]
+        while isinstance(term, Cast):
+            term = term.of
+        if isinstance(term, FunctionTerm) and term.name == "silu":
+            gate = algebra.value(term.of[0], widened=True)
+            if gate is not None:
+                yield other, gate
+
+
+def _widened(node: Node) -> Node:
+    """The operand of a node that is a cast; any other node itself."""
+    source = at(node) if op_name(node) == "aten::to" else node
+    return source if isinstance(source, Node) else node
+
+
+def _alike(x: Node, gate: Node) -> bool:
+    """Whether two nodes have values of one shape."""
+    return str(list(x.meta["val"].shape)) == str(list(gate.meta["val"].shape))

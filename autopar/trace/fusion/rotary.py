@@ -7,7 +7,7 @@ The columns of a pair are halves or neighbours of x.  Pairs that are read as nei
 Where a part of the columns rotates, which is cut out before and joined after, the op reads all columns and copies the others.
 A result that is rounded to the dtype that x had before it was widened is rounded by the op.
 
-Queries and keys are an op each: over tp, keys may be replicated where queries are sharded.  `rewrite/joint_rotary.py` joins their launches.
+Queries and keys are an op each: over tp, keys may be replicated where queries are sharded.  `rewrite/program.py` joins their launches.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.fx import Node
 
 from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, Cast, Leaf, Product, Sum, Term, at, dtype_of
-from autopar.trace.fusion.columns import Half, half_of, joined, negated, part_of
+from autopar.ops.aten import aten
+from autopar.trace.fusion.algebra import Algebra, Cast, Leaf, ProductTerm, Sum, Term, at, dtype_of
+from autopar.trace.fusion.columns import Half, half_of, joined_nodes, negated, part_of
 from autopar.trace.fusion.matches import Match, Miss, View, ending_at, interior_of
 
-aten = torch.ops.aten
 _ROTARY = "autopar::rotary_single"
 _OTHER_WAY = "it is scaled, or the signs of its products are those of no rotation"
 
@@ -86,7 +86,7 @@ def _partial(algebra: Algebra, node: Node) -> Match | None:
     """The match of a rotation of the first or the last columns of a value, joined with its other
     columns, with the result `node`. None if it is none.
     """
-    parts = joined(node) or []
+    parts = joined_nodes(node) or []
     for number, rotated in enumerate(parts if len(parts) == 2 else ()):
         match, rest = _whole(algebra, rotated), part_of(parts[1 - number])
         if not isinstance(match, Match) or rest is None:
@@ -167,7 +167,7 @@ def _leaves(summand: Term) -> Iterator[tuple[Node, Term]]:
     """Yields (the node of a factor that is a leaf or a cast of one, the other factor) for a product
     of two factors. Nothing for any other term.
     """
-    if isinstance(summand, Product) and [power for _, power in summand.factors] == [1.0, 1.0]:
+    if isinstance(summand, ProductTerm) and [power for _, power in summand.factors] == [1.0, 1.0]:
         terms = [term for term, _ in summand.factors]
         for factor, other in (terms, terms[::-1]):
             inner = factor.of if isinstance(factor, Cast) else factor
@@ -179,9 +179,9 @@ def _turn_of(node: Node) -> tuple[Node, bool, bool] | None:
     """(x, whether neighbours, whether the lower is negated) if a node is x with the columns of each
     pair swapped and one of them negated. None otherwise.
     """
-    parts = joined(node)
+    parts = joined_nodes(node)
     neighbours = parts is None
-    parts = parts or joined(node, neighbours=True)
+    parts = parts or joined_nodes(node, neighbours=True)
     if parts is None or len(parts) != 2:
         return None
     for backwards, (high, low) in enumerate(
@@ -200,9 +200,9 @@ def _pairs(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
     """The rotation whose result `node` joins low cos - high sin and high cos + low sin. `_Unlike`
     with the reason if it joins other products of both halves; None if it does not.
     """
-    parts = joined(node)
+    parts = joined_nodes(node)
     apart = parts is not None
-    parts = parts or joined(node, neighbours=True)
+    parts = parts or joined_nodes(node, neighbours=True)
     if parts is None or len(parts) != 2 or not all(part in algebra.terms for part in parts):
         return None
     lower, upper = (_of_halves(algebra.terms[part]) for part in parts)

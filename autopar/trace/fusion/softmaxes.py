@@ -16,9 +16,9 @@ from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import (
     Algebra,
     Cast,
-    Function,
+    FunctionTerm,
     Leaf,
-    Product,
+    ProductTerm,
     Sum,
     Term,
     at,
@@ -97,7 +97,7 @@ def _without_scale(term: Term) -> tuple[Term, dict[str, Attribute]]:
     """
     cap: float | None = None
     inner, factor = _scaled(term)
-    if isinstance(inner, Function) and inner.name == "tanh" and factor > 0:
+    if isinstance(inner, FunctionTerm) and inner.name == "tanh" and factor > 0:
         cap = factor
         inner, factor = _scaled(_uncast(inner.of[0]))
         factor *= cap
@@ -108,6 +108,6 @@ def _without_scale(term: Term) -> tuple[Term, dict[str, Attribute]]:
 
 def _scaled(term: Term) -> tuple[Term, float]:
     """(term, factor) of a product of one term and a number; (the term itself, 1.0) otherwise."""
-    if isinstance(term, Product) and [power for _, power in term.factors] == [1.0]:
+    if isinstance(term, ProductTerm) and [power for _, power in term.factors] == [1.0]:
         return term.factors[0][0], term.coefficient
     return term, 1.0

@@ -1,5 +1,5 @@
-"""Reads a trace of torch's profiler: products, element-wise kernels and collectives with their sizes,
-gaps between kernels, steps, and the ranges of `engine.profile`.
+"""Reads a measured run: the log of a framework, or a trace of torch's profiler with products,
+element-wise kernels, collectives, gaps between kernels, steps, and the ranges of `engine.profile`.
 
 Events are those of torch's Kineto exporter. A kernel has the `External id` of the op that launched
 it, whose `Input Dims` are there if the profiler ran with `record_shapes=True`. Kernels of NCCL carry
@@ -17,12 +17,14 @@ from statistics import median
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.files import path_of, read_text
 from autopar.ir.mesh import AXES
-from autopar.refit.measured_run import MeasuredRun, Product, Stream, Transfer
+from autopar.jobs.measured import FORMS, steps_of
+from autopar.refit.measured_run import MeasuredProduct, MeasuredRun, MeasuredStream, Transfer
 from autopar.report.trace_check import read_trace
 from autopar.text.units import ms
 
-Event = Mapping[str, Any]
+_Event = Mapping[str, Any]
 _DTYPES = {
     "double": ("fp64", 8),
     "float": ("fp32", 4),
@@ -129,41 +131,41 @@ def _is_slice(event: Any, path: Path) -> bool:
     return "ts" in event and "dur" in event
 
 
-def _name(event: Event) -> str:
+def _name(event: _Event) -> str:
     return str(event.get("name", ""))
 
 
-def _args(event: Event) -> Mapping[str, Any]:
+def _args(event: _Event) -> Mapping[str, Any]:
     found = event.get("args")
     return found if isinstance(found, dict) else {}
 
 
-def _seconds(event: Event) -> float:
+def _seconds(event: _Event) -> float:
     return float(event["dur"]) / 1e6  # a Chrome trace counts microseconds
 
 
-def _device(event: Event) -> str:
+def _device(event: _Event) -> str:
     return str(_args(event).get("device", event.get("pid")))
 
 
-def _of_one_device(kernels: Sequence[Event]) -> list[Event]:
+def _of_one_device(kernels: Sequence[_Event]) -> list[_Event]:
     """The kernels of the first device, in the order in which they begin."""
     first = min(map(_device, kernels), default="")
     own = [event for event in kernels if _device(event) == first]
     return sorted(own, key=lambda event: event["ts"])
 
 
-def _of_one_thread(ranges: Iterable[Event]) -> list[Event]:
+def _of_one_thread(ranges: Iterable[_Event]) -> list[_Event]:
     """The ranges of the thread in which they last longest. Kineto writes a range of the host once for
     each stream in which it launches kernels, and merged traces have threads of several ranks.
     """
-    threads: dict[str, list[Event]] = defaultdict(list)
+    threads: dict[str, list[_Event]] = defaultdict(list)
     for event in ranges:
         threads[f"{event.get('pid')} {event.get('tid')}"].append(event)
     return max(threads.values(), key=lambda own: sum(map(_seconds, own)), default=[])
 
 
-def _number(event: Event, key: str) -> int | None:
+def _number(event: _Event, key: str) -> int | None:
     """The whole number that an argument of an event is; None if it is none."""
     value = _args(event).get(key)
     return value if isinstance(value, int) else None
@@ -173,8 +175,8 @@ def _number(event: Event, key: str) -> int | None:
 
 
 def _computed(
-    events: Sequence[Event], kernels: Sequence[Event]
-) -> tuple[list[Product], list[Stream]]:
+    events: Sequence[_Event], kernels: Sequence[_Event]
+) -> tuple[list[MeasuredProduct], list[MeasuredStream]]:
     """(products, element-wise kernels) whose shapes are recorded. The kernels of one op count
     together.
     """
@@ -201,7 +203,7 @@ def _computed(
     return products, streams
 
 
-def _product(event: Event, seconds: float, is_tf32: bool) -> Product | None:
+def _product(event: _Event, seconds: float, is_tf32: bool) -> MeasuredProduct | None:
     """The product that an op is; None for another op or dtype."""
     first = _FACTORS.get(_name(event))
     args = _args(event)
@@ -214,10 +216,10 @@ def _product(event: Event, seconds: float, is_tf32: bool) -> Product | None:
     if min(m, n, k, *batch) < 1 or count * max(m * k, k * n, m * n) > _MOST_ELEMENTS:
         return None
     name = "tf32" if is_tf32 and dtype == "fp32" else dtype
-    return Product(m, n, k, count, name, seconds)
+    return MeasuredProduct(m, n, k, count, name, seconds)
 
 
-def _stream(event: Event, seconds: float) -> Stream | None:
+def _stream(event: _Event, seconds: float) -> MeasuredStream | None:
     """The element-wise kernel that an op is; None for another op, and for operands that are read
     more than once or not at all (broadcast).
     """
@@ -237,10 +239,10 @@ def _stream(event: Event, seconds: float) -> Stream | None:
         return None
     sizes = [elements * itemsize for _, itemsize in tensors]
     written = 0 if _name(event) == "aten::copy_" else sizes[0]  # its first input is what it writes
-    return Stream(sum(sizes) + written, seconds)
+    return MeasuredStream(sum(sizes) + written, seconds)
 
 
-def _gaps_s(events: Sequence[Event], kernels: Sequence[Event]) -> Iterator[float]:
+def _gaps_s(events: Sequence[_Event], kernels: Sequence[_Event]) -> Iterator[float]:
     """Seconds between two kernels of a stream, if the second was launched before the first ended."""
     launched = {
         _number(event, "correlation"): event["ts"] + event["dur"]
@@ -260,7 +262,7 @@ def _gaps_s(events: Sequence[Event], kernels: Sequence[Event]) -> Iterator[float
 # ------------------------------------------------------------------------------------------------------------ communication
 
 
-def _transfers(kernels: Sequence[Event]) -> Iterator[Transfer]:
+def _transfers(kernels: Sequence[_Event]) -> Iterator[Transfer]:
     """The collectives whose kernels say their size."""
     for kernel in kernels:
         args, name = _args(kernel), str(_args(kernel).get("Collective name", "")).lower()
@@ -281,7 +283,7 @@ def _stride(text: str) -> int:
     return max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1
 
 
-def _ranges(events: Sequence[Event], steps: Sequence[Event]) -> dict[str, float]:
+def _ranges(events: Sequence[_Event], steps: Sequence[_Event]) -> dict[str, float]:
     """Seconds of a step in the passes of `engine.profile` ('passes'), and in the collectives inside
     them, by axis. {} if there is none. Passes outside `steps` do not count, unless there is no step.
     """
@@ -300,7 +302,72 @@ def _ranges(events: Sequence[Event], steps: Sequence[Event]) -> dict[str, float]
     return dict(found)
 
 
-def _is_in(event: Event, other: Event) -> bool:
+def _is_in(event: _Event, other: _Event) -> bool:
     """Whether the middle of an event is in another one. Its ends may be rounded."""
     middle = event["ts"] + event["dur"] / 2
     return bool(other["ts"] <= middle <= other["ts"] + other["dur"])
+
+
+_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*\{\s*[\"}]")
+"""The start of a JSON object; logs may begin with a Python dict, or with a bracket."""
+_BATCH = re.compile(r"global batch size:\s*(\d{1,18})\b")
+_MEMORY = (
+    # Megatron-LM's report_memory divides by 2**20 (megatron/training/utils.py)
+    (re.compile(r"max reserved:\s*([\d.]+)"), 2**20),
+    # torchtitan prints max_reserved_gib (torchtitan/components/metrics.py)
+    (re.compile(r"memory:\s*([\d.]+)GiB"), 2**30),
+)
+"""What a line of a log says of the most memory that torch reserved, and the bytes of its unit."""
+
+
+def read_run(path: str | Path) -> MeasuredRun:
+    """The measured run in a file: a trace of torch's profiler (JSON, perhaps compressed by gzip), or
+    the log of Megatron-LM, torchtitan or nanotron. Raises AutoparError for another file.
+    """
+    found = path_of(path, "run")
+    try:
+        with found.open("rb") as file:
+            start = file.read(4096)
+    except OSError:
+        start = b" "  # `read_text` says why it cannot be read
+    if not start.strip():
+        read_text(found, "run")
+        raise AutoparError(
+            f"{found} is empty: give a trace of torch's profiler, or the log of {FORMS}"
+        )
+    is_trace = start[:2] == b"\x1f\x8b" or _JSON.match(start) is not None
+    return run_of_trace(found) if is_trace else _run_of_log(found)
+
+
+def _run_of_log(path: Path) -> MeasuredRun:
+    """The run in a log. The steady step is the median of the second half of its steps; of memory the
+    most counts. Raises AutoparError for one line of steps, and if the batch grows in this half.
+    """
+    text = read_text(path, "run")
+    steps = steps_of(text, str(path))
+    if len(steps.values) < 2:
+        raise AutoparError(
+            f"{path} has one line of steps, and the first steps of a run are slower: give a log with at least 2"
+        )
+    batches = _BATCH.findall(text)
+    steady = sorted({int(number) for number in batches[len(batches) // 2 :]})
+    if len(steady) > 1:
+        raise AutoparError(
+            f"the second half of {path} has steps of {steady[0]:,} to {steady[-1]:,} sequences, whose times differ: "
+            "give a log in which the batch no longer grows"
+        )
+    reserved = [
+        float(number) * unit
+        for pattern, unit in _MEMORY
+        for number in pattern.findall(text)
+        if number.count(".") <= 1 and number != "."
+    ]
+    is_rate = steps.unit != "ms"
+    return MeasuredRun(
+        source=f"the log of {steps.framework}, {len(steps.values)} line(s) of steps",
+        step_s=None if is_rate else steps.steady / 1e3,
+        tokens_per_s_per_gpu=steps.steady if is_rate else None,
+        global_batch=steady[0] if steady else None,
+        reserved_bytes=max(reserved, default=None),
+        steps=len(steps.values),
+    )
