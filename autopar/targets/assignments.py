@@ -14,6 +14,10 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _SUM = re.compile(r"\s*([A-Za-z_]\w*)\s*(<<|>>|[-+*/%]|)=(?!=)(.+)", re.DOTALL)
 _STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
 
+_COUNTED = re.compile(
+    r"([A-Za-z_]\w*)\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
+
 
 class Assignments(Conditions):
     """Takes over what commands assign, with the variables of a script."""
@@ -152,6 +156,14 @@ class Assignments(Conditions):
             self.script.note(
                 f"line {line} {verb} {name} ({shown_value(words)[:80]}) under a condition that the file does not tell: not taken"
             )
+
+    def counts(self, head: str) -> None:
+        """Takes over the head of `for ((I = 0; I < 8; I++))`: its variables have a value of each
+        round, and one behind the loop, that are not known.
+        """
+        for found in _COUNTED.finditer(head):
+            name = found[1] or found[2]
+            self.script.variables[name] = unknown(f"${name}, which a loop counts")
 
     def sums(self, texts: tuple[str, ...], line: int) -> None:
         """Takes over the assignments of `let A=B+1 C++`, and so of `((A = B + 1))`."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from fnmatch import fnmatchcase
 
 from autopar.targets.arithmetic import NotANumber, arithmetic_value
 from autopar.targets.expansion import LOST, Expansion, is_known, shown_value
-from autopar.targets.shell_commands import Node, ShellCommand
+from autopar.targets.shell_commands import Block, Node, ShellCommand
 from autopar.targets.shell_words import CLOSE, OPEN, Word
 
 _OUTSIDE = re.compile(rf"(?:{OPEN}\$\{{?(?:\w+|[@*])\}}?{CLOSE})+")
@@ -41,6 +41,34 @@ class Conditions(Expansion):
             assumed = self.script.branch((node.line, self.text_in_test(node.words[-1])[:20]), 2)
             return None if assumed is None else assumed == 1
         return truth
+
+    def succeeds(self, node: Node, functions: Container[str]) -> bool | None:
+        """Whether a command that ran succeeded; None if the file does not tell. A program is taken
+        to succeed. A group succeeds if its last command does. `functions` are those of the script.
+        """
+        if isinstance(node, Block):
+            return self._group_succeeds(node, functions)
+        called = bool(node.words and node.words[0]) and node.words[0][0].text in functions
+        if called or self.is_test(node):
+            return self.decided(node)
+        truth = self.test(node)
+        return True if truth is None else truth
+
+    def _group_succeeds(self, node: Block, functions: Container[str]) -> bool | None:
+        """As `succeeds`. Nothing is expanded: the variables inside may have had other values."""
+        body = node.branches[0][1] if node.kind == "group" else ()
+        if not body:
+            return True
+        last = body[-1]
+        if len(body) > 1 and body[-2].end in ("&&", "||"):
+            return None
+        if isinstance(last, Block):
+            return self._group_succeeds(last, functions)
+        first = last.words[0] if last.words else ()
+        name = first[0].text if len(first) == 1 and first[0].kind == "text" else "!"
+        if self.is_test(last) or name == "!" or name in functions:
+            return None
+        return name != "false"
 
     @staticmethod
     def is_test(node: ShellCommand) -> bool:

@@ -19,6 +19,7 @@ from autopar.targets.shell_words import (
     WordPart,
     document_word,
     parse_text,
+    quoted_text,
 )
 
 MOST_WORDS = 100_000
@@ -225,10 +226,10 @@ class Expansion:
                 return (str(arithmetic_value(inner, self.script.text_of)),)
             except NotANumber:
                 return (unknown(f"$(({part.text.strip()[:60]}))"),)
-        return self._variable(part.text)
+        return self._variable(part.text, part.quoted)
 
-    def _variable(self, text: str) -> tuple[str, ...]:
-        """The values of `${text}`."""
+    def _variable(self, text: str, quoted: bool) -> tuple[str, ...]:
+        """The values of `${text}`, which may stand between double quotes."""
         found = re.fullmatch(
             r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?!$-])(?:\[([^]]*)\])?(.*)", text, re.DOTALL
         )
@@ -244,14 +245,14 @@ class Expansion:
                 return (str(len(values) if is_list else len(values[0])),)
             if index or change or not re.fullmatch(r"[A-Za-z_]\w*|[0-9]+", values[0]):
                 return (unknown(f"${{{text}}}"),)
-            return self._variable(values[0])
+            return self._variable(values[0], quoted)
         values = self._values(name, index)
         is_list = name in "@*" or index in ("@", "*")
         part = _SLICE.fullmatch(change) if is_list and values is not None else None
         if part and values is not None:
             return _sliced(values, part, 1 if name in "@*" else 0)
         if change:
-            return self._changed(values, name, change)
+            return self._changed(values, name, change, quoted)
         return self._unset(name) if values is None else values
 
     def _values(self, name: str, index: str | None) -> tuple[str, ...] | None:
@@ -288,13 +289,16 @@ class Expansion:
             return ("",)
         return (unknown(f"${{{name}}}" if name.isdigit() and len(name) > 1 else f"${name}"),)
 
-    def _changed(self, values: tuple[str, ...] | None, name: str, change: str) -> tuple[str, ...]:
+    def _changed(
+        self, values: tuple[str, ...] | None, name: str, change: str, quoted: bool
+    ) -> tuple[str, ...]:
         """The values after the change that `${name...}` asks for, such as a default."""
         found = re.match(r"(:?[-=+?])", change)
         if found is None:
             return self._trimmed(values or self._unset(name), name, change)
         is_set = values is not None and (":" not in found[1] or any(values))
-        rest = self.text(parse_text(change[found.end() :]))
+        default = change[found.end() :]
+        rest = self.text(quoted_text(default) if quoted else parse_text(default))
         kind = found[1][-1]
         if kind == "+":
             return (rest,) if is_set else ("",)
@@ -315,6 +319,8 @@ class Expansion:
             parts = (part for value in values for part in re.split(f"({OPEN}|{CLOSE})", value))
             alone = len(values) == 1 and sum(map(bool, parts)) == 3
             return values if alone else (unknown(f"${{{name}{change}}}"),)
+        if change[:1] in tuple("/#%") and re.search(r"[\"'$`\\]", change):  # not a plain pattern
+            return (unknown(f"${{{name}{change}}}"),)
         if change in ("^^", ",,"):
             return tuple(v.upper() if change == "^^" else v.lower() for v in values)
         if part := _SLICE.fullmatch(change):

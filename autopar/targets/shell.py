@@ -37,6 +37,7 @@ _ENVIRONMENT = re.compile(
     r"(^|/)(\.(bash|zsh)rc|\.(bash_|z)?profile|etc/profile|activate|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh|init/\w+)$"
 )
 """Files that set up the shell and its programs: no options of a training stand there."""
+_PIPES = ("|", "|&")
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -196,15 +197,15 @@ class _Reader(ScriptFiles):
             runs = True if before not in ("&&", "||") else status
             runs = not runs if before == "||" and runs is not None else runs
             self.unsure += runs is None
-            if runs is not False:
-                self._block(node) if isinstance(node, Block) else self._command(node)
+            joined = node.end
+            if runs is not False and isinstance(node, ShellCommand):
+                self._command(node)
+            elif runs is not False and isinstance(node, Block):
+                apart = before in _PIPES or joined in (*_PIPES, "&")
+                self._subshell([replace(node, end=";")]) if apart else self._block(node)
             self.unsure -= runs is None
-            joined = node.end if isinstance(node, ShellCommand) else ";"
-            if isinstance(node, ShellCommand) and runs is not False and joined in ("&&", "||"):
-                decides = self.is_test(node) or self._is_function(node)
-                own = self.decided(node) if decides else self.test(node)
-                if own is None and not decides:
-                    own = True  # a program is taken to succeed
+            if runs is not False and joined in ("&&", "||"):
+                own = self.succeeds(node, self.functions)
                 status = either(status, own, before == "||") if runs is None else own
         self.depth -= 1
 
@@ -212,7 +213,8 @@ class _Reader(ScriptFiles):
         if node.kind == "function":
             self.functions[node.name] = node.branches[0][1]
         elif node.kind == "group":
-            self._run(node.branches[0][1]) if node.name != "(" else self._subshell(node)
+            body = node.branches[0][1]
+            self._run(body) if node.name != "(" else self._subshell(body)
         elif node.kind == "if":
             self._if(node)
         elif node.kind == "case":
@@ -220,14 +222,11 @@ class _Reader(ScriptFiles):
         else:
             self._loop(node)
 
-    def _is_function(self, node: ShellCommand) -> bool:
-        return bool(node.words and node.words[0]) and node.words[0][0].text in self.functions
-
-    def _subshell(self, node: Block) -> None:
+    def _subshell(self, body: Sequence[Node]) -> None:
         """Reads a group in a shell of its own, whose variables end with it."""
         before = dict(self.script.variables), self.arguments, self.depth, self.branches
         with suppress(_Stop):
-            self._run(node.branches[0][1])
+            self._run(body)
         self.script.variables, self.arguments, self.depth, self.branches = before
         self.script.stops = 0
 
@@ -247,6 +246,11 @@ class _Reader(ScriptFiles):
         condition, body = node.branches[0]
         if node.name == "for":
             self._for(condition or (), body)
+            return
+        if node.name == "for((":
+            head = condition[0] if condition else None
+            self.counts(self.text(head.words[-1]) if isinstance(head, ShellCommand) else "")
+            self._unsurely([body])
             return
         most = sys.maxsize
         while node.name in ("while", "until") and not self.unsure and _shifts(body):
@@ -285,7 +289,7 @@ class _Reader(ScriptFiles):
         """
         words = head[0].words if len(head) == 1 and isinstance(head[0], ShellCommand) else ()
         name = self.text(words[0]) if words else ""
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):  # `for ((I = 0; ...))`
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
             self._unsurely([body])
             return
         values = self.arguments if len(words) == 1 else ()

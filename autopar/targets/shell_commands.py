@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.errors import AutoparError
-from autopar.targets.shell_words import Token, Word, WordPart, tokens_of
+from autopar.targets.shell_words import LET, Token, Word, WordPart, tokens_of
 
 _MOST_DEPTH = 60
 """The deepest nesting of blocks."""
@@ -32,19 +32,23 @@ class ShellCommand:
 class Block:
     """A compound command. `kind` is 'if', 'loop', 'case', 'function' or 'group'. For 'if' the
     branches are pairs of condition and body; the condition of `else` is None. Others have one
-    branch for each body. `name` is that of a function, the keyword of a loop,
-    or '(' for a group in a shell of its own.
+    branch for each body. `name` is that of a function, the keyword of a loop, 'for((' for one that
+    counts, or '(' for a group in a shell of its own. `end` is the operator behind it.
     """
 
     kind: str
     branches: tuple[tuple[tuple[Node, ...] | None, tuple[Node, ...]], ...]
     line: int
     name: str = ""
+    end: str = ";"
 
 
 Node = ShellCommand | Block
 
 _TEST, _TEST_END = (WordPart("text", "[[", False),), (WordPart("text", "]]", False),)
+_JOINS = ("&&", "||", "|", "|&", "&")
+_ENDS = (*_JOINS, ";", ";;", "(", ")")
+"""Operators behind a command that are no redirections."""
 _OPENS = {
     "if": "fi",
     "while": "done",
@@ -93,18 +97,32 @@ class _Parser:
             ):
                 self.at += 1
             elif word in _OPENS:
-                found.append(self._block(word, token.line))
+                found.append(self._ended(self._block(word, token.line)))
             elif word in ("then", "do", "else", "fi", "done", "esac", "}", "in"):
                 self.at += 1  # stray: bash would refuse it
             elif token.kind == "operator":
                 self.at += 1
                 body = self.nodes(frozenset(")"))
                 self.at += 1
-                found.append(Block("group", ((None, body),), token.line, "("))
+                found.append(self._ended(Block("group", ((None, body),), token.line, "(")))
             else:
-                found.append(self._function() or self._command())
+                function = self._function()
+                found.append(self._ended(function) if function else self._command())
         self.depth -= 1
         return tuple(found)
+
+    def _ended(self, block: Block) -> Block:
+        """The block with the operator behind it. Its redirections are read over."""
+        while (token := self._peek()) is not None and token.kind == "operator":
+            if token.text in _JOINS:
+                self.at += 1
+                return replace(block, end=token.text)
+            if token.text in _ENDS:
+                break
+            self.at += 1
+            if (target := self._peek()) is not None and target.kind == "word":
+                self.at += 1
+        return block
 
     def _function(self) -> Block | None:
         word = self._keyword()
@@ -141,6 +159,8 @@ class _Parser:
             return self._if(line)
         if opening == "case":
             return self._case(line)
+        start = self._peek()
+        opening = "for((" if opening == "for" and start and start.word == LET else opening
         head = self.nodes(frozenset({"do"}))
         self.at += 1
         body = self.nodes(frozenset({"done"}))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.errors import AutoparError
+from autopar.targets.shell_brackets import closing, end_of_ansi
 
 MOST_CHARACTERS = 2_000_000
 """The largest script that is read."""
@@ -40,9 +41,18 @@ _OPERATORS = (
 )
 _SPACE = " \t\r"
 _STREAM = re.compile(r"\d+(?=[<>])")
-_PLACEHOLDER = re.compile(r"<[A-Za-z](?:[\w ./:-]*[\w.])?>(?=[\s\"'/)]|$)")
-_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+_PLACEHOLDER = re.compile(
+    r"""<(?P<name>[A-Za-z](?:[\w ./:,-]*[\w.])?)>
+    (?: (?P<more>(?=[_.,:-]\w)) | (?=["'/]) | (?=[\s)]|$) (?:[ \t]+\([^()\n]*\))? )""",
+    re.VERBOSE,
+)
+_ESCAPES = dict(zip("abeEfnrtv\\'\"?", "\a\b\x1b\x1b\f\n\r\t\v\\'\"?", strict=True))
 """What a backslash and a letter mean inside `$''`."""
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})|c(.)|(.))",
+    re.DOTALL,
+)
+_BYTE = re.compile(r"(?<!\\)(?:\\\\)*\\(?:x[89a-fA-F][0-9a-fA-F]|[2-7]\d\d)")
 _ENDS = frozenset(" \t\r\n;&|<>()")
 
 
@@ -73,6 +83,10 @@ class Token:
     array: tuple[Word, ...] | None = None
 
 
+LET: Word = (WordPart("text", "let", True),)
+"""The first word of the command that `((...))` is; a `let` of the script is not quoted."""
+
+
 def tokens_of(text: str) -> list[Token]:
     """The tokens of a script, without comments. Raises AutoparError for quotes or brackets that do
     not end.
@@ -95,9 +109,24 @@ class _Scanner:
         return bisect_left(self.ends, self.at) + 1
 
     def _placeholder(self) -> str:
-        """The `<PATH TO CHECKPOINTS>` that begins here, which whoever copies a script fills in."""
+        """The `<PATH TO CHECKPOINTS>` that begins here, which whoever copies a script fills in, with a
+        remark in parentheses behind it, which bash would refuse.
+        """
         found = _PLACEHOLDER.match(self.text, self.at)
-        return found[0] if found else ""
+        if found is None:
+            return ""
+        # `sort <in>out.txt` names two files
+        before, name = self.text[self.at - 1 : self.at], found["name"]
+        attached = before in ("=", "/") or " " in name or name.isupper()
+        return found[0] if found["more"] is None or attached else ""
+
+    def _is_pipe(self) -> bool:
+        """Whether a `<(command)` or `>(command)` begins here."""
+        return self.text.startswith(("<(", ">("), self.at)
+
+    def _begins_word(self) -> bool:
+        """Whether the `<` or `>` here is no redirection."""
+        return self._is_pipe() or bool(self._placeholder())
 
     def tokens(self) -> Iterator[Token]:
         while self.at < len(self.text):
@@ -114,9 +143,9 @@ class _Scanner:
             elif stream := _STREAM.match(self.text, self.at):
                 self.at = stream.end()  # `2>&1`: the number belongs to the redirection
             elif (arithmetic := self._sum()) is not None:  # `((A = 1))` is `let "A = 1"`
-                yield Token("word", line, word=(WordPart("text", "let", False),))
+                yield Token("word", line, word=LET)
                 yield Token("word", line, word=document_word(arithmetic.replace('"', "")))
-            elif (operator := self._operator()) and not self._placeholder():
+            elif (operator := self._operator()) and not self._begins_word():
                 self.at += len(operator)
                 if operator in ("<<", "<<-"):
                     self._skip_blanks()
@@ -132,10 +161,9 @@ class _Scanner:
         """The arithmetic that is a command here, or None."""
         start = self.at
         if self.text.startswith("((", start):
-            inner = self._balanced(1, "(", ")")
-            if self.text[self.at : self.at + 1] == ")":
-                self.at += 1
-                return inner[1:]
+            inner = self._inside("(")
+            if closing(inner, 1, "(") == len(inner) - 1:
+                return inner[1:-1]
             self.at = start  # a shell inside a shell
         return None
 
@@ -157,7 +185,7 @@ class _Scanner:
                 return
             if character == "#":
                 self._skip_to_line_end()
-            elif character in ("\n", "|", ";", "&", "<", ">", "("):
+            elif character in ("\n", "|", ";", "&", "<", ">", "(") and not self._begins_word():
                 if (
                     character != "\n"
                 ):  # bash refuses these; the bar of a layout is told by its reader
@@ -209,6 +237,10 @@ class _Scanner:
             if place := self._placeholder():
                 parts.append(WordPart("place", place, True))
                 self.at += len(place)
+            elif self._is_pipe():  # a file whose name is not known
+                start, opening = self.at, character + "("
+                self._inside(opening)
+                parts.append(WordPart("place", self.text[start : self.at][:60], True))
             elif character == OPEN and (end := self.text.find(CLOSE, self.at)) > 0:
                 # a value that is not known, in a text that is read again
                 parts.append(WordPart("text", self.text[self.at : end + 1], True))
@@ -220,10 +252,10 @@ class _Scanner:
             elif character == '"':
                 parts += self._double_quoted()
             elif self.text.startswith("$'", self.at):
+                parts.append(self._ansi_quoted())
+            elif self.text.startswith('$"', self.at):  # a text to translate
                 self.at += 1
-                text = self._until("'")
-                text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), text)
-                parts.append(WordPart("text", text, True))
+                parts += self._double_quoted()
             elif character in "$`":
                 parts.append(self._expansion(False))
             elif character == "\\":
@@ -255,17 +287,36 @@ class _Scanner:
         self.at += 1
         return parts
 
-    def quoted(self, end: str) -> list[WordPart]:
+    def _ansi_quoted(self) -> WordPart:
+        """The `$'...'` that begins here."""
+        end = end_of_ansi(self.text, self.at)
+        if end < 0:
+            raise AutoparError(f"the quote $' in line {self._line()} has no end")
+        whole = self.text[self.at : end]
+        self.at = end
+        if _BYTE.search(whole):  # bytes that may be a part of a character
+            return WordPart("place", whole, True)
+        text = _ESCAPE.sub(_unescaped, whole[2:-1])
+        return WordPart("text", text.partition("\0")[0], True)
+
+    def quoted(self, end: str, is_default: bool = False) -> list[WordPart]:
         """The parts up to the character `end`, which is not read, or up to the end of the text. Only
-        expansions and escapes mean more than themselves.
+        expansions and escapes mean more than themselves. A double quote ends nothing and is not
+        escaped in a here-document, whose `end` is ''. In a default such as that of `${A:-it}` a
+        brace may be escaped, and `$''` is a quote.
         """
+        escaped_here = f"{end}\\$`\n" + ("}" if is_default else "")
         parts = [WordPart("text", "", True)]
         while self.at < len(self.text) and self.text[self.at] != end:
             character = self.text[self.at]
-            if character == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('"\\$`\n'):
+            if character == "\\" and self.text[self.at + 1 : self.at + 2] in tuple(escaped_here):
                 escaped = self.text[self.at + 1]
                 parts += [] if escaped == "\n" else [WordPart("text", escaped, True)]
                 self.at += 2
+            elif is_default and self.text.startswith("$'", self.at):
+                parts.append(self._ansi_quoted())
+            elif is_default and self.text.startswith('$"', self.at):
+                self.at += 1
             elif character in "$`":
                 parts.append(self._expansion(True))
             else:
@@ -276,13 +327,18 @@ class _Scanner:
     def _expansion(self, quoted: bool) -> WordPart:
         """The expansion that begins here with `$` or a backtick."""
         if self.text[self.at] == "`":
-            return WordPart("command", self._until("`"), quoted)
-        if self.text.startswith("$((", self.at):
-            return WordPart("sum", self._balanced(3, "(", ")")[:-1], quoted)
+            text = self._inside("`")
+            return WordPart("command", re.sub(r"\\([`$\\])", r"\1", text), quoted)
         if self.text.startswith("$(", self.at):
-            return WordPart("command", self._balanced(2, "(", ")"), quoted)
+            text = self._inside("$(")
+            is_sum = text.startswith("(") and closing(text, 1, "(") == len(text) - 1
+            return (
+                WordPart("sum", text[1:-1], quoted) if is_sum else WordPart("command", text, quoted)
+            )
+        if self.text.startswith("$[", self.at):
+            return WordPart("sum", self._inside("$["), quoted)
         if self.text.startswith("${", self.at):
-            return WordPart("variable", self._balanced(2, "{", "}"), quoted)
+            return WordPart("variable", self._inside("${"), quoted)
         name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]").match(self.text, self.at + 1)
         if name is None:
             self.at += 1
@@ -290,26 +346,25 @@ class _Scanner:
         self.at = name.end()
         return WordPart("variable", name[0], quoted)
 
-    def _balanced(self, skip: int, opening: str, closing: str) -> str:
-        """The text from `skip` characters on up to the bracket that closes the first one."""
-        line, start = self._line(), self.at + skip
-        depth, quote, self.at = skip - 1, "", start
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            self.at += 1
-            if character == "\\":
-                self.at += 1
-            elif quote:
-                quote = "" if character == quote else quote
-            elif character in "\"'":
-                quote = character
-            elif character == opening:
-                depth += 1
-            elif character == closing:
-                depth -= 1
-                if depth == 0:
-                    return self.text[start : self.at - 1]
-        raise AutoparError(f"the {opening} in line {line} has no end")
+    def _inside(self, opening: str) -> str:
+        """The text between the bracket that begins here and the one that closes it."""
+        start = self.at + len(opening)
+        end = closing(self.text, start, opening)
+        if end < 0:
+            raise AutoparError(f"the {opening[-1]} in line {self._line()} has no end")
+        self.at = end + 1
+        return self.text[start:end]
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """What an escape inside `$''` stands for; itself if it means nothing."""
+    for group, base in ((1, 16), (2, 16), (3, 16), (4, 8)):
+        if found[group]:
+            number = int(found[group], base)
+            return chr(number) if number < 0x110000 else found[0]
+    if found[5]:
+        return chr(ord(found[5].upper()) & 0x1F)
+    return _ESCAPES.get(found[6], found[0])
 
 
 def _joined(parts: list[WordPart]) -> Word:
@@ -328,6 +383,17 @@ def document_word(text: str) -> Word:
         return _joined(_Scanner(text).quoted(""))
     except AutoparError:  # a bracket without an end: bash would refuse it
         return (WordPart("text", text, True),)
+
+
+def quoted_text(text: str) -> Word:
+    """The parts of a text inside an expansion that stands between double quotes, such as the
+    default in `"${A:-it}"`. Single quotes are plain characters there, double quotes end and begin.
+    """
+    scanner, parts = _Scanner(text), list[WordPart]()
+    while scanner.at < len(text):
+        parts += scanner.quoted('"', is_default=True)
+        scanner.at += 1
+    return _joined(parts)
 
 
 def parse_text(text: str) -> Word:

@@ -80,6 +80,30 @@ def test_unknown_values_are_named(text: str, named: str) -> None:
     assert shown_value(word) == named
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=<Specify path and file prefix>_text_document", "<Specify path and file prefix>_text_document"),
+        ("A=<PATH>_text_document", "<PATH>_text_document"),
+        ("A=<PATH> (e.g., /x)", "<PATH> (e.g., /x)"),
+        ("A=/data/<name>-v1.json  # ours", "/data/<name>-v1.json"),
+        ("A=<PATH>", "<PATH>"),
+        ("A=<path, or name>/x", "<path, or name>/x"),
+    ],
+)  # fmt: skip
+def test_a_place_to_fill_in_is_not_known(text: str, expected: str) -> None:
+    script = read_script(f"{text}\nrun --data $A --tp 4")
+    assert [words[0] for words, _ in script.commands] == ["run"]
+    _, _, value, *rest = words_of(f'{text}\nrun --data "$A" --tp 4')
+    assert not is_known(value)
+    assert shown_value(value) == expected
+    assert rest == ["--tp", "4"]
+
+
+def test_files_without_blanks_are_no_places_to_fill_in() -> None:
+    assert words_of("run <in>out.txt 4") == ("run", "4")
+
+
 def test_what_is_assumed_is_noted() -> None:
     script = read_script("N=${SLURM_NNODES:-2}\nA=1\nwhile true; do A=$2; done\nrun $N $A")
     assert script.commands[-1][0] == ("run", "2", "1")
@@ -121,7 +145,9 @@ def test_nothing_runs(tmp_path, monkeypatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["A='x", 'run "x', "A=(1 2", "run ${A", "run $((1"])
+@pytest.mark.parametrize(
+    "text", ["A='x", 'run "x', "A=(1 2", "run ${A", "run $((1", "run `x", "run $'x\\'", "run $[1"]
+)
 def test_what_has_no_end_is_refused(text: str) -> None:
     with pytest.raises(AutoparError, match="has no end"):
         read_script(text)
@@ -132,6 +158,8 @@ def test_endless_scripts_end() -> None:
         read_script("f() { f; }\nf")
     with pytest.raises(AutoparError, match="deeper than"):
         read_script("if true; then " * 200 + "run; " + "fi; " * 200)
+    with pytest.raises(AutoparError, match="deeper than"):
+        read_script("run " + "${A:-" * 3000 + "}" * 3000)
     with pytest.raises(AutoparError, match="more than"):
         read_script("f() { " + "run; " * 300 + "}\n" + "f\n" * 300)
 

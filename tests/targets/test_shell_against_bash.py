@@ -42,7 +42,9 @@ GRAMMAR = {
                 "$(expr <D> + 2)", "$(seq <D>)", "`echo <D> | tr 1 2`"],
     "QX": ['"<X>"'],
     "WORD": ["<X>", "<QX>", "<X><BARE>", "<BARE><X>", "<QX><X>", '"--x=<X>"', "<TEXT>", "<COMMAND>",
-             "$((<SUM>))", "a{1,2}", "{1..3}<X>", "'$A'", "\\$A", "\"a'b\"", "~/x", r"$'a\tb'"],
+             "$((<SUM>))", "a{1,2}", "{1..3}<X>", "'$A'", "\\$A", "\"a'b\"", "~/x", r"$'a\tb'",
+             "$[<SUM>]", '$"<BARE>"', r"$'a\'b'", r"`echo \`echo <D>\``",
+             "\"${<S>:-'<BARE> x'}\"", "\"${<S>:+'<BARE>'}\"", '"${<S>:-"<BARE> x"}"'],
     "TEST": [
         "[ -z <QX> ]", "[ -n <QX> ]", "[ <QX> = <TEXT> ]", "[ <QX> != <TEXT> ]", "test -n <QX>",
         "! test -z <QX>", "! [ <QX> == <QX> ]", "[ <QX> ]", "[ <QX> = 4 -o <QX> = 8 ]",
@@ -74,6 +76,10 @@ GRAMMAR = {
         "--sp) B=on; shift;;\n*) ARGS+=(\"$1\"); shift;;\nesac\ndone",
         "f() {\n<DEFINED>\n}\n<CALL>", "function f {\n<BODY>\n}\n<CALL>", "(\n<BODY>\n)",
         "{\n<BODY>\n}", "for ((i = 0; i < 3; i++)); do N=$i; done",
+        "{\n<BODY>\n} 2>/dev/null", "for i in <LIST>; do <ROUND>; done < run.sh > log",
+        "{ <STEP>; } | cat", "{ <TEST>; } && { <STEP>; } || { <STEP>; }",
+        "( <BODY>\n) || <S>=no", "torchrun --a <(echo <X>) <WORD>",
+        "for ((A=0, B=1; A<2; A++)); do <STEP>\ndone",
         "i=0\nwhile [ $i -lt 3 ]; do A=$A$i; i=$((i + 1)); done",
         "while true; do A=loop; break; done", "until [ -n \"$A\" ]; do A=set; done",
         "torchrun $A | tee log", "torchrun $A > log 2>&1 &\nwait", "exec torchrun $A",
@@ -145,6 +151,84 @@ def test_what_is_claimed_is_what_bash_does_at_length(text: str, args: list[str])
 def test_what_the_file_does_not_tell_stays_unknown(text: str, tmp_path: Path) -> None:
     for args in ([], ["4", "x"]):
         assert not disagreement(STARTS[0] + text + END, args, tmp_path)
+
+
+QUOTED = [
+    r"A=$'a\'b'; torchrun $'a\'b' \"$A\" $'\x41\101\u0042\e\cB\?\"\q' \"$'a'\" ''",
+    'torchrun $"abc" a$"b c" "$" "a$" $',
+    'N=2\ntorchrun $[N*2] "$[ (N + 1) * 2 ]" x$[3]y',
+    """M=3; torchrun "${Q:-'x y'}" "${Q:-"x y"}" "${Q:+'a'}" "${N-'$M'}" "${Q:-a$'b'}" "${Q:-\\}}" """,
+    """Q=4; torchrun "${Q:+'a  b'}" "--x=${Q:+"'"}" "${K:='k k'}" "$K" """,
+    'A=${Q:-\'x  y\'}; torchrun "$A" ${Q:-{x}} "${Q:-{x}}"',
+    'torchrun "$(cat <<E\n\\" \\\\ \\$A \\a ${Q:-"x"} ${Q:-\'y\'}\nE\n)"',
+    'A=$(cat <<E\n{\\"a\\": "b"}\nE\n)\ntorchrun "$A"',
+]
+"""Launches whose words need no more than the quotes of the script."""
+NESTED = [
+    r"torchrun `echo \`echo x\`` \"`echo \"a\"`\" 1",
+    "torchrun $(echo 'a\\') 2",
+    "torchrun $(echo a # it's )\n) 3",
+    'torchrun $(case x in x) echo y;; esac) "$(case x in (x) echo "y" ;; esac)" 4',
+    'torchrun "$(cat <<E | tr a b\nit\'s )\nE\n)" 5',
+    'torchrun "$(echo "a)" \'b"c\')" $( (echo a); (echo b) ) 6',
+    "A=$((echo a); (echo b))\ntorchrun $A $((1 + (2))) 7",
+    'torchrun "${Q:-$(echo "}")}" ${Q:-`echo }`} 8',
+    "A='a}b'\ntorchrun ${A%'}b'} ${A/\"}\"/c} ${A//\\}/d} 9",
+    "B=7b A=x\nA=llama-7b\nB=7b\ntorchrun ${A%$B} ${A/$B/x} ${A/#llama/$B} 10",
+]
+"""Launches with expansions that hold quotes, brackets and comments of their own."""
+
+REDIRECTED = [
+    "while read x; do torchrun $x; done < run.sh\ntorchrun 1",
+    "A=1\n{ torchrun 2; } 2>/dev/null\n! false && A=3\ntorchrun $A",
+    "{ torchrun 2; } > log 2>&1 | cat\ntorchrun 3",
+    "if true; then torchrun 1; fi >> log 2>&1 &\nwait\ntorchrun 2",
+    "f() { torchrun $1; } 2> log\nf 4 > log\n( torchrun 5 ) &> log\ntorchrun 6",
+    "while read A; do :; done <<EOF\n1 2\nEOF\ntorchrun 6",
+    "case 4 in 4) torchrun 3;; esac > log\nfor i in 1; do torchrun $i; done < <(echo x)\ntorchrun 4",
+    "{ true; } || exit 1\n( false ) || A=4\n( [ 4 = 4 ] ) && torchrun $A",
+    "A=1\n{ A=2; exit 3; } | cat\ntorchrun $A\n{ false; } && exit 2\ntorchrun 5",
+    "( : ${A:=4} ) || A=no\ntorchrun --x=$A\nA=1\n( A=2; [ $A = 2 ] ) && torchrun 1",
+    "[ 4 = 8 ] && { A=1; } || { A=2; }\ntorchrun $A",
+    "A=1\n{ A=2; } && { A=3; } || { A=4; }\ntorchrun $A",
+    "torchrun --a <(echo x y) --b 1 > >(cat) --c",
+    "A=(<(echo x) 4)\ntorchrun --a=<(echo $(echo x) ')') \"${A[1]}\" >(cat) 5 < <(echo y) 6",
+    'for ((i=0;i<2;i++)); do torchrun $i; done\ntorchrun "$let" 8',
+    "i=5 j=3 k=4\nfor((i = 0, j+=2; i < 2; k -= 1, ++i)) ; do torchrun $i $j $k; done\ntorchrun $i $j $k",
+    "let=4\nfor let in 1 2; do torchrun $let; done",
+]
+"""Launches in blocks with redirections, with files that are commands, and in loops that count."""
+
+
+@pytest.mark.parametrize("text", REDIRECTED)
+def test_blocks_are_those_of_bash(text: str, tmp_path: Path) -> None:
+    runs = bash_runs.bash_runs(text, (), tmp_path)
+    assert runs
+    assert not disagreement(text, (), tmp_path)
+    names = {words[0] for words, _ in bash_runs.read_script(text, args=()).commands}
+    assert names <= {"torchrun", "echo", "cat", "wait", "true", "false", "!", ":", "["}
+    assert (
+        "let"
+        not in bash_runs.read_script(
+            text.replace("let=4", "").replace("for let", "for l")
+        ).variables
+    )
+
+
+def known_runs(text: str) -> list[tuple[str, ...]]:
+    return bash_runs.reader_runs(bash_runs.read_script(text, args=()))
+
+
+@pytest.mark.parametrize("text", QUOTED)
+def test_quotes_mean_what_they_mean_to_bash(text: str, tmp_path: Path) -> None:
+    assert known_runs(text) == bash_runs.bash_runs(text, (), tmp_path)
+
+
+@pytest.mark.parametrize("text", NESTED)
+def test_expansions_end_where_they_end_for_bash(text: str, tmp_path: Path) -> None:
+    assert bash_runs.bash_runs(text, (), tmp_path)
+    assert not disagreement(text, (), tmp_path)
+    assert known_runs(text)[0][-1].isdigit()
 
 
 @pytest.mark.parametrize(
