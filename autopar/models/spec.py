@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.errors import AutoparError, shown
@@ -79,8 +80,26 @@ def parse_model(text: str) -> ModelSpec:
 
 def text_of_model(model: nn.Module) -> str:
     """The text by which `parse_model` builds such a model, whatever its weights: a named
-    model, dimensions, or a Hugging Face config. '' if there is none.
+    model, dimensions, or a Hugging Face config. '' if there is none. The model that the text builds has
+    the same class, and the same parameters by name, shape and `requires_grad`.
     """
+    text = _text_of_config(model)
+    if not text:
+        return ""
+    try:
+        built = parse_model(text).build("meta", torch.float32)
+    except AutoparError:
+        return ""
+    is_alike = type(built) is type(model) and _parameters_of(built) == _parameters_of(model)
+    return text if is_alike else ""
+
+
+def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, bool]]:
+    return [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+
+
+def _text_of_config(model: nn.Module) -> str:
+    """The text that a model's config makes; '' without a config that is known."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
         data = {"model_type": config.model_type} | config.to_diff_dict()

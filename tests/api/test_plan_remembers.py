@@ -80,9 +80,9 @@ def test_lints_price_what_the_plan_was_made_for(monkeypatch):
     plan, settings = planned(), []
     from autopar.explaining import lints
 
-    original = lints.setting_of
+    original = lints.plan_setting
     monkeypatch.setattr(
-        lints, "setting_of", lambda *args: settings.append(original(*args)) or settings[-1]
+        lints, "plan_setting", lambda *args: settings.append(original(*args)) or settings[-1]
     )
     lint(plan, named_cluster(plan), as_planned(api.trace(MODEL, BATCH), plan))
     assert settings[0].sequence_parallel is True and settings[0].software.fused_kernels
@@ -163,3 +163,22 @@ def test_a_plan_has_the_cluster_and_the_compiler_of_its_engine():
         )
     with pytest.raises(AutoparError, match="cluster is None"):
         autopar.parallelize(spec.build("cpu"), example_inputs=batch)
+
+
+def test_a_model_with_the_config_of_another_has_no_text():
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.config = torch.nn.Linear(8, 8), config
+
+    frozen = parse_model("gpt-tiny").build("meta")
+    next(frozen.parameters()).requires_grad_(False)
+    for model in (Wrapped(), LlamaForSequenceClassification(config), frozen):
+        assert text_of_model(model) == "", type(model)
+    assert text_of_model(parse_model("gpt-tiny").build("cpu")) == "gpt-tiny"
