@@ -182,3 +182,12 @@ def test_a_model_with_the_config_of_another_has_no_text():
     for model in (Wrapped(), LlamaForSequenceClassification(config), frozen):
         assert text_of_model(model) == "", type(model)
     assert text_of_model(parse_model("gpt-tiny").build("cpu")) == "gpt-tiny"
+
+
+@pytest.mark.parametrize(
+    "given", [{"software": "no-such"}, {"software": 3}, {"cluster": 3}, {"pin": 3}, {"model": 3}]
+)
+def test_explain_refuses_arguments_of_another_kind(given):
+    ((name, value),) = given.items()
+    with pytest.raises(AutoparError, match=value if isinstance(value, str) else name):
+        autopar.explain(planned(), **given)
