@@ -31,7 +31,7 @@ from autopar.cli.run_commands import (
     trace_diff_command,
     verify_command,
 )
-from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
+from autopar.cli.session import Asked, Planner, asked_about, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.options import OF_REPORTS, OPTIONS, PARTS
@@ -444,11 +444,12 @@ def why_not_command(
         from autopar.ir.plan import Plan
 
         check_asked(pins)
-        plan = None
+        plan, request = None, Asked(**asked)
         if saved is not None:
             plan = Plan.load(saved)
             _note_stale(saved, plan)
-        planned = Planner(Asked(**asked), tell)
+            request = asked_about(plan, request)
+        planned = Planner(request, tell)
         planned.expect(2 if plan is None else 1)
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:

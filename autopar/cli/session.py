@@ -372,6 +372,46 @@ def asked_of(
     )
 
 
+def asked_about(plan: Plan, asked: Asked) -> Asked:
+    """The request `asked` of a command about a saved plan, with what the plan was made for in place
+    of what the command does not say. Pins are choices, and are not taken from the plan.
+
+    Raises AutoparError if it says other software, another headroom or another cluster. Files of
+    earlier versions say nothing.
+    """
+    from autopar.ir.cluster_parts import headroom_of, headroom_words
+    from autopar.request.arguments import check_again
+    from autopar.text.plan_words import cluster_of
+
+    made_for = plan.made_for
+    if not made_for.cluster:
+        return asked
+    software = Software.from_data(made_for.software)
+    given = asked.software
+    if asked.framework is None:  # parts, which replace those of the plan
+        given = replace(software, **{name: getattr(given, name) for name in given.as_data()})
+    fields = (given.as_data() | software.as_data()).keys()
+    differ = [name for name in fields if getattr(given, name) != getattr(software, name)]
+    both = ({name: getattr(each, name) for name in differ} for each in (given, software))
+    check_again(plan, "software", *both)
+    at = cluster_of(plan, asked.cluster)
+    if asked.headroom is not None and at is not None:
+        kept = dict.fromkeys(headroom_words(group.headroom or 0.0) for group in at.groups)
+        again = headroom_words(headroom_of(asked.headroom))
+        check_again(plan, "a headroom of", again, ", ".join(kept))
+    return replace(
+        asked,
+        cluster=at or asked.cluster,
+        seq=asked.seq or (made_for.seq if asked.model == made_for.model else None) or None,
+        precision=asked.precision or plan.precision,
+        runnable=asked.runnable or made_for.runnable,
+        allow_micro_batch_mean=asked.allow_micro_batch_mean or plan.micro_batch_mean,
+        software=software,
+        headroom=None,
+        target=made_for.target or None,
+    )
+
+
 def notes_on(model: str, cluster: str | Cluster) -> tuple[str, ...]:
     """Notes on what the texts of a model and a cluster are taken as, where they are spelled
     otherwise.

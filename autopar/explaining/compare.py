@@ -186,8 +186,9 @@ class CompareTable:
             f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}",
             style="bold",
         )
-        if best.made_for.cluster:
-            yield Text(f"Software: {software_line(best.made_for.software)}.")
+        software = list(map(_software_words, (entry.plan for entry in planned)))
+        if best.made_for.cluster and len(set(software)) == 1:
+            yield Text(f"Software: {software[0]}.")
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
         rows = self._rows([entry.plan for entry in planned])
@@ -208,8 +209,8 @@ class CompareTable:
                 yield Text(f"{entry.name} is to be read with care: {entry.note}.", style="yellow")
 
     def _rows(self, plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-        """Table rows as (name, value for each plan as text). Schedule, stages, offload and cost are
-        left out where they say nothing.
+        """Table rows as (name, value for each plan as text). Schedule, stages, offload, software
+        and cost are left out where they say nothing.
         """
         alike = len(self.cluster.groups) == 1
         best_s = plans[0].predicted.step_time_s
@@ -223,6 +224,9 @@ class CompareTable:
             rows.append(
                 ("stages a rank", [str(len(plan.stages) // plan.mesh.pp) for plan in plans])
             )
+        software = list(map(_software_words, plans))
+        if len(set(software)) > 1:
+            rows.append(("software", software))
         rows.append(("ZeRO stage", [sharing_words(plan.zero, plan.shard) for plan in plans]))
         rows.append(("recompute", [plan.recompute for plan in plans]))
         if any(plan.offload != "none" for plan in plans):
@@ -256,6 +260,11 @@ class CompareTable:
         runs = ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]
         rows.append(("engine runs it", runs))
         return rows
+
+
+def _software_words(plan: Plan) -> str:
+    """The software that a plan was made for; files of earlier versions do not say it."""
+    return software_line(plan.made_for.software) if plan.made_for.cluster else "not known"
 
 
 def _part_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:

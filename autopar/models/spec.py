@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopar.errors import AutoparError, shown
@@ -16,7 +15,7 @@ from .base import ModelSpec, NativeSpec
 from .configs import CONFIGS, FAMILY_CONFIGS, NativeConfig
 from .diffusion import DiffusionSpec, DiTConfig, FluxConfig
 from .function import FunctionSpec
-from .hf import HFSpec
+from .hf import HFSpec, is_hf_model
 from .names import model_named, near_models
 from .published import PublishedModel, published_models
 
@@ -79,29 +78,34 @@ def parse_model(text: str) -> ModelSpec:
 
 
 def text_of_model(model: nn.Module) -> str:
-    """The text by which `parse_model` builds such a model, whatever its weights: a named
-    model, dimensions, or a Hugging Face config. '' if there is none. The model that the text builds has
-    the same class, and the same parameters by name, shape and `requires_grad`.
+    """The text by which `parse_model` builds such a model, whatever its weights and dtype: a named
+    model, dimensions, or a Hugging Face config. '' if there is none.
+
+    The text comes from the config of the model. It counts only if the model that it builds on meta
+    has the same type, and parameters of the same names, shapes and `requires_grad`.
     """
-    text = _text_of_config(model)
-    if not text:
+    if not (text := _text_of_config(model)):
         return ""
     try:
-        built = parse_model(text).build("meta", torch.float32)
+        built = parse_model(text).build("meta")
     except AutoparError:
         return ""
-    is_alike = type(built) is type(model) and _parameters_of(built) == _parameters_of(model)
+    is_alike = type(built) is type(model) and _parameters(built) == _parameters(model)
     return text if is_alike else ""
 
 
-def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, bool]]:
-    return [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+def _parameters(model: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """The shape of each parameter, and whether it requires a gradient, by name."""
+    return {
+        name: (tuple(parameter.shape), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _text_of_config(model: nn.Module) -> str:
-    """The text that a model's config makes; '' without a config that is known."""
+    """The text of the config that a model carries; '' without one that texts say."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_diff_dict"):
+    if is_hf_model(model):
         data = {"model_type": config.model_type} | config.to_diff_dict()
         return f"hf:{json.dumps(data, sort_keys=True, default=str)}"
     for family, make in FAMILY_CONFIGS.items():

@@ -82,7 +82,9 @@ def test_lints_price_what_the_plan_was_made_for(monkeypatch):
 
     original = lints.plan_setting
     monkeypatch.setattr(
-        lints, "plan_setting", lambda *args: settings.append(original(*args)) or settings[-1]
+        lints,
+        "plan_setting",
+        lambda *args, **more: settings.append(original(*args, **more)) or settings[-1],
     )
     lint(plan, named_cluster(plan), as_planned(api.trace(MODEL, BATCH), plan))
     assert settings[0].sequence_parallel is True and settings[0].software.fused_kernels
@@ -115,6 +117,65 @@ def test_a_text_of_a_model_builds_an_equal_one(text):
     again = parse_model(text_of_model(spec.build("meta")))
     assert text_of_model(again.build("meta")) == text_of_model(spec.build("meta"))
     assert again.num_parameters() == spec.num_parameters()
+
+
+class Own(torch.nn.Module):
+    """A module of a user that keeps the config of another model."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.linear = config, torch.nn.Linear(8, 8)
+
+    def forward(self, x, labels):
+        return (self.linear(x) - labels).square().mean()
+
+
+def own_module():
+    from transformers import LlamaConfig
+
+    batch = {"x": torch.empty(8, 8, device="meta"), "labels": torch.empty(8, 8, device="meta")}
+    return Own(LlamaConfig(**LLAMA)).to("meta"), batch
+
+
+def classifier():
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(**LLAMA, pad_token_id=0)
+    with torch.device("meta"):
+        model = LlamaForSequenceClassification(config)
+    return model, api.default_inputs(model)
+
+
+def frozen_model():
+    spec = parse_model("gpt-tiny")
+    model = spec.build("meta")
+    next(model.parameters()).requires_grad_(False)
+    return model, spec.example_inputs(2, 32)
+
+
+LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64,
+         "num_attention_heads": 4, "max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", every(1, [own_module, frozen_model, classifier]))
+def test_a_plan_of_a_module_that_no_text_builds_names_none(make, tmp_path):
+    model, batch = make()
+    plan = autopar.plan(model, "h100:1", batch, 8)
+    assert plan.made_for.model == ""
+    plan.save(tmp_path / "plan.json")
+    result = CliRunner().invoke(cli, ["audit", str(tmp_path / "plan.json")])
+    assert result.exit_code == 2 and "give MODEL" in result.output, result.output
+    assert "--num-layers" not in autopar.export(plan, "megatron").text
+
+
+def test_a_plan_of_a_model_of_transformers_names_its_config():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    plan = autopar.plan(model, "h100:1", global_batch=8)
+    traced = api.trace_spec(parse_model(plan.made_for.model), plan.made_for.seq)
+    assert traced.model_hash == plan.model_hash
 
 
 def test_a_plan_is_exported_for_the_target_that_it_was_made_for():
@@ -163,25 +224,6 @@ def test_a_plan_has_the_cluster_and_the_compiler_of_its_engine():
         )
     with pytest.raises(AutoparError, match="cluster is None"):
         autopar.parallelize(spec.build("cpu"), example_inputs=batch)
-
-
-def test_a_model_with_the_config_of_another_has_no_text():
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    config = LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
-    )
-
-    class Wrapped(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.config = torch.nn.Linear(8, 8), config
-
-    frozen = parse_model("gpt-tiny").build("meta")
-    next(frozen.parameters()).requires_grad_(False)
-    for model in (Wrapped(), LlamaForSequenceClassification(config), frozen):
-        assert text_of_model(model) == "", type(model)
-    assert text_of_model(parse_model("gpt-tiny").build("cpu")) == "gpt-tiny"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,41 @@ def test_why_not_of_a_saved_plan(saved):
     assert "predicted by cost model 0" in stale.stderr
 
 
+@pytest.fixture(scope="module")
+def of_megatron(tmp_path_factory) -> Path:
+    """A compiled plan for Megatron-LM that leaves a tenth of the memory free."""
+    spec, path = parse_model("llama-tiny"), tmp_path_factory.mktemp("plans") / "megatron.json"
+    software, given = autopar.Software(compiled=True), {"headroom": 0.1, "target": "megatron"}
+    model, batch, pins = spec.build("meta"), spec.example_inputs(2, 16), {"tp": 2, "pp": 1}
+    autopar.plan(model, "h100:4", batch, 8, pins, software=software, **given).save(path)
+    return path
+
+
+def test_why_not_asks_for_what_the_plan_was_made_for(of_megatron):
+    asked = ["why-not", *TASK, *SOON, "--plan", str(of_megatron), "--pin", "tp=4"]
+    data = json.loads(run(*asked, "--compile", "--json").stdout)  # what it says may be said again
+    chosen, pinned = (data[name]["made_for"] for name in ("chosen", "pinned"))
+    assert pinned["software"] == chosen["software"] and pinned["software"]["compiled"]
+    assert pinned["target"] == chosen["target"] == "megatron"
+    assert pinned["cluster"] == chosen["cluster"] and pinned["cluster"]["headroom"] == 0.1
+
+
+@pytest.mark.parametrize(("again", "words"), [
+    (["--fp8", "current"], "'matmul_dtype': None}, not {'fp8_scaling': 'current', 'matmul_dtype': 'fp8'}"),
+    (["--headroom", "0.2"], "made for a headroom of '10.0 %', not '20.0 %'"),
+])  # fmt: skip
+def test_why_not_refuses_what_contradicts_the_plan(of_megatron, again, words):
+    asked = ["why-not", *TASK, *SOON, "--plan", str(of_megatron), "--pin", "tp=4", *again]
+    assert words in " ".join(run(*asked, code=2).stderr.split())
+
+
+def test_compare_says_the_software_of_each_plan(of_megatron):
+    asked = ["compare", *TASK, *SOON, "--plan", str(of_megatron)]
+    shown = run(*asked).stdout
+    assert "Software: eager" not in shown and "torch.compile" in shown
+    assert any(line.split()[:1] == ["software"] for line in shown.splitlines())
+
+
 @pytest.mark.parametrize(("asked", "words"), [
     (["llama-tiny", "h100:4", "--global-batch", "16", "--seq", "16"], "for 8 sequences a step; ask with --global-batch 8"),
     (["llama-tiny", "h100:8", "--global-batch", "8", "--seq", "16"], "they differ in devices_per_node 4 -> 8: plan again"),
