@@ -99,8 +99,8 @@ class Preference:
         inner: Sequence[Sequence[int]],
         candidates: Sequence[Candidate],
     ) -> SearchResult | None:
-        """The result with the simplest plan of the groups `inner`, whose tensor parallelism stays
-        inside nodes. None if no such plan was found within `INSIDE` of the fastest.
+        """The result with the simplest plan of the groups `inner`, whose tensor parallelism stays on
+        fast links. None if no such plan was found within `INSIDE` of the fastest.
         """
         assert found.best is not None
         limit_s = (1 + INSIDE) * found.best[1].time_s
