@@ -19,10 +19,11 @@ from autopar.planning.model_facts import as_planned
 from autopar.report.block_graph import block_graph
 from autopar.report.report import Report
 from autopar.report.simulated_step import simulated_step
-from autopar.request.arguments import check_again
+from autopar.request.arguments import check_again, check_arguments, parsed_cluster
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, request_of
 from autopar.request.software import Software
+from autopar.targets.asked_software import software_like
 from autopar.text.plan_words import cluster_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def explain(
     loss_fn: Callable | None = None,
     traced: TracedModel | None = None,
     pin: Mapping[str, Any] | None = None,
-    software: Software | None = None,
+    software: Software | str | None = None,
 ) -> Report:
     """The report on a plan. Printed, it is a text; a notebook shows it as a page.
 
@@ -57,13 +58,20 @@ def explain(
         loss_fn: as for `autopar.plan`.
         traced: the result of `autopar.api.trace`, in the place of `model`.
         pin: the pins that the plan was made under; for plan files of earlier versions.
-        software: the software that it was made for; for plan files of earlier versions.
+        software: the software that it was made for, as for `autopar.plan`; for plan files of earlier
+            versions.
 
     Raises:
-        AutoparError: the plan is for another model, cluster, pins or software, or the cluster is not
-            known and the model is given.
+        AutoparError: an argument is of a wrong kind, the plan is for another model, cluster, pins or
+            software, or the cluster is not known and the model is given.
     """
-    at = cluster_of(plan, cluster)
+    check_arguments({name: value for name, value in locals().items() if value is not None})
+    if plan is None:
+        raise AutoparError("plan is None, not a Plan: read a file of one with autopar.Plan.load")
+    at = cluster_of(plan, cluster if cluster is None else parsed_cluster(cluster))
+    if isinstance(software, str):
+        pins = plan.made_for.pins if pin is None else pin
+        software = software_like(software, Software(), at, pins, plan.precision)
     check_again(plan, "pins", None if pin is None else dict(Pins.of(pin)), plan.made_for.pins)
     check_again(plan, "software", software and software.as_data(), plan.made_for.software)
     if model is not None and traced is None:
