@@ -249,3 +249,13 @@ def test_a_plan_has_the_cluster_and_the_compiler_of_its_engine():
         )
     with pytest.raises(AutoparError, match="cluster is None"):
         autopar.parallelize(spec.build("cpu"), example_inputs=batch)
+
+
+def test_a_plan_for_compiled_code_that_the_engine_cannot_compile_is_refused_by_its_default():
+    spec = parse_model("llama-tiny")
+    batch = spec.example_inputs(2, 16, "cpu")
+    software, pin = autopar.Software(compiled=True), {"recompute": "op"}
+    plan = autopar.plan(spec.build("meta"), "cpu:1", batch, 4, pin, software=software)
+    words = r"made for compiled code: the engine cannot compile .* or pass compile=False"
+    with pytest.raises(AutoparError, match=words):
+        autopar.parallelize(spec.build("cpu"), example_inputs=batch, plan=plan)
