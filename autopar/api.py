@@ -420,11 +420,18 @@ def _decided(
     compile: bool | Mapping[str, Any] | None,
 ) -> tuple[Cluster, str | None, bool | Mapping[str, Any]]:
     """(cluster, precision, `compile`) of a plan, or without one those that are given. Raises
-    AutoparError if another cluster than the plan's is given, or if it is not known.
+    AutoparError if another cluster than the plan's is given, if it is not known, or if the engine
+    cannot compile a plan that was made for compiled code.
     """
+    from autopar.runtime.programs.compiled import check_compiles
+
     if plan is None:
         return parsed_cluster(cluster), precision, False if compile is None else compile
-    compile = bool(plan.made_for.software.get("compiled")) if compile is None else compile
+    if compile is None and (compile := bool(plan.made_for.software.get("compiled"))):
+        try:
+            check_compiles(plan)
+        except AutoparError as error:
+            raise AutoparError(f"the plan was made for compiled code: {error}") from None
     found = cluster_of(plan, cluster if cluster is None else parsed_cluster(cluster))
     if found is None:
         raise AutoparError(

@@ -28,6 +28,8 @@ def pins() -> str:
 
 def _in_python(row: Option) -> str:
     """How an option is said to `autopar.plan`; '' if only commands have it."""
+    if row.name == "fp8_scaling":  # in Python a recipe alone does not turn fp8 on
+        return f"`Software(matmul_dtype='fp8', {row.name}=...)`"
     if row.name in PARTS:
         return f"`Software({row.name}=...)`"
     return f"`{row.name}`" if row.keyword else ""

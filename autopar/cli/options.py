@@ -116,19 +116,19 @@ MODEL, CLUSTER = _Noted("MODEL", model_note), _Noted("CLUSTER", reading_note)
 POSITIVE = click.IntRange(min=1, max=MOST_DEVICES)
 
 
-class _Positive(click.FloatRange):
-    """A parameter type: a number above 0, or infinity."""
+class _Number(click.FloatRange):
+    """A parameter type: a number in a range, which may have infinity."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number in a text. Infinity is accepted; NaN and numbers up to 0 are usage errors."""
+        """The number in a text. NaN and numbers outside of the range are usage errors."""
         found = super().convert(value, param, ctx)
         return found if found == found else self.fail(f"{shown(value)} is no number", param, ctx)
 
 
-POSITIVE_REAL = _Positive(min=0, min_open=True)
-PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
+POSITIVE_REAL = _Number(min=0, min_open=True)
+PERCENT = _Number(min=0, max=100, min_open=True, max_open=True)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 
@@ -153,8 +153,8 @@ def _settings(row: Option) -> dict[str, Any]:
     kinds: dict[str, Any] = {
         "count": POSITIVE,
         "number": POSITIVE_REAL,
-        "share": click.FloatRange(0, 1, max_open=True),
-        "chance": click.FloatRange(0.5, 1, max_open=True),
+        "share": _Number(0, 1, max_open=True),
+        "chance": _Number(0.5, 1, max_open=True),
         "choice": click.Choice(row.names),
         "name": _Named(row.names),
         "pins": _Named([f"{name}=" for name in PINS]),

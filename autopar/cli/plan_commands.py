@@ -33,7 +33,7 @@ from autopar.cli.run_commands import (
 )
 from autopar.cli.session import Asked, Planner, asked_about, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
-from autopar.errors import AutoparError, NoPlanFits
+from autopar.errors import AutoparError, NoPlanFits, shown
 from autopar.request.options import OF_REPORTS, OPTIONS, PARTS
 from autopar.request.pins import parse_pins, pins_help
 
@@ -257,6 +257,9 @@ def _check_nothing_again(ctx: click.Context, path: str) -> None:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         and ctx.params.get(name) not in (None, "")
     ]
+    words = ctx.params.get("model")
+    if given[:1] == ["MODEL"] and "CLUSTER" not in given:  # one word, which may be either
+        given[0] = f"MODEL or CLUSTER ({shown(words)})"
     if given:
         raise AutoparError(
             f"explain --plan {path} explains a saved plan, which says what it is for: leave out {', '.join(given)}"

@@ -58,19 +58,20 @@ def explain(
         loss_fn: as for `autopar.plan`.
         traced: the result of `autopar.api.trace`, in the place of `model`.
         pin: the pins that the plan was made under; for plan files of earlier versions.
-        software: the software that it was made for, or its framework's name; for plan files of
-            earlier versions.
+        software: the software that it was made for, as for `autopar.plan`; for plan files of earlier
+            versions.
 
     Raises:
-        AutoparError: the plan is for another model, cluster, pins or software, or the cluster is not
-            known and the model is given.
+        AutoparError: an argument is of a wrong kind, the plan is for another model, cluster, pins or
+            software, or the cluster is not known and the model is given.
     """
-    given = {"plan": plan, "model": model, "pin": pin, "software": software, "traced": traced}
-    check_arguments({name: value for name, value in given.items() if value is not None})
-    at = cluster_of(plan, None if cluster is None else parsed_cluster(cluster))
+    check_arguments({name: value for name, value in locals().items() if value is not None})
+    if plan is None:
+        raise AutoparError("plan is None, not a Plan: read a file of one with autopar.Plan.load")
+    at = cluster_of(plan, cluster if cluster is None else parsed_cluster(cluster))
     if isinstance(software, str):
-        pins, precision = plan.made_for.pins, plan.precision
-        software = software_like(software, Software(), at, pins, precision)
+        pins = plan.made_for.pins if pin is None else pin
+        software = software_like(software, Software(), at, pins, plan.precision)
     check_again(plan, "pins", None if pin is None else dict(Pins.of(pin)), plan.made_for.pins)
     check_again(plan, "software", software and software.as_data(), plan.made_for.software)
     if model is not None and traced is None:

@@ -64,7 +64,7 @@ class Software:
         matmul_dtype: 'fp8' multiplies in fp8 where a layer multiplies by a parameter.  Everything else stays in the precision of the
             plan.  None and 'bf16' leave all products in that precision.
         fp8_head: the last product before the loss runs in fp8 as well.
-        fp8_scaling: a row of `SCALINGS`.
+        fp8_scaling: a row of `SCALINGS`.  It counts only with `matmul_dtype='fp8'`.
         fp8_gathers: what tp gathers for a product in fp8 travels in fp8, and so does what it gathers of the gradient of its result.
         composite_norms: in eager mode a root-mean-square norm runs as its element-wise operations, in fp32, as in torch before its
             fused kernel.

@@ -7,7 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autopar_cost_models.checks import nearest
+
+from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster
+from autopar.request.framework_names import FRAMEWORKS, framework_of
 from autopar.request.frameworks import RECIPE_OF_SCALING, software_as_pinned
 from autopar.request.plan_request import choose_precision
 from autopar.request.software import Software
@@ -43,6 +47,10 @@ def software_like(
     parts = software if isinstance(software, Software) else parts
     if name is None and target is None:
         return parts
+    if name is not None and framework_of(name) == "other":
+        raise AutoparError(
+            f"software={shown(name)} (--software) is not known; {nearest(name, list(FRAMEWORKS))}"
+        )
     facts = {key: pins[key] for key in _PINNED if isinstance(pins.get(key), int)}
     facts["compiled"] = parts.compiled
     if parts.matmul_dtype == "fp8":

@@ -59,6 +59,31 @@ def test_what_contradicts_a_plan_is_refused_with_both_values(given, words):
         autopar.explain(planned(), **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    every(1, [
+        ({"software": 3}, "software is 3, not an autopar.Software or the name of a framework"),
+        ({"software": "foo"}, r"software='foo' \(--software\) is not known"),
+        ({"software": "deepspeed"}, r"made for software \{.*\}, not \{.*'dp_overlap': False"),
+        ({"cluster": 3}, "cluster is 3, not a ClusterSpec"),
+        ({"pin": 3}, "pin is 3, not a mapping"),
+        ({"model": 3}, "model is 3, not a torch.nn.Module"),
+        ({"loss_fn": 3}, "loss_fn is 3, not a function"),
+        ({"traced": 3}, "traced is 3, not what"),
+        ({"plan": None}, "plan is None, not a Plan"),
+        ({"plan": "plan.json"}, "plan is 'plan.json', not a Plan"),
+    ], unpacked=True),
+)  # fmt: skip
+def test_explain_checks_its_arguments_as_plan_does(given, words):
+    with pytest.raises(AutoparError, match=words):
+        autopar.explain(**{"plan": planned()} | given)
+
+
+def test_explain_takes_the_name_of_a_framework_as_plan_does():
+    plan = autopar.plan(MODEL, "h100:4", BATCH, 32, {"tp": 2, "zero": 1}, software="deepspeed")
+    assert autopar.explain(plan, software="deepspeed").plan == plan
+
+
 def test_what_a_plan_says_may_be_given_again():
     plan = planned()
     software = autopar.Software.from_data(plan.made_for.software)
@@ -233,3 +258,13 @@ def test_explain_refuses_arguments_of_another_kind(given):
     ((name, value),) = given.items()
     with pytest.raises(AutoparError, match=value if isinstance(value, str) else name):
         autopar.explain(planned(), **given)
+
+
+def test_a_plan_for_compiled_code_that_the_engine_cannot_compile_is_refused_by_its_default():
+    spec = parse_model("llama-tiny")
+    batch = spec.example_inputs(2, 16, "cpu")
+    software, pin = autopar.Software(compiled=True), {"recompute": "op"}
+    plan = autopar.plan(spec.build("meta"), "cpu:1", batch, 4, pin, software=software)
+    words = r"made for compiled code: the engine cannot compile .* or pass compile=False"
+    with pytest.raises(AutoparError, match=words):
+        autopar.parallelize(spec.build("cpu"), example_inputs=batch, plan=plan)

@@ -241,6 +241,13 @@ MISTAKES = [
     (["diff", __file__], ["PLAN_B"]),
     (["explain", "--plan", "/no/such/plan.json"], ["/no/such/plan.json"]),
     (["explain", "llama-tiny", "dgx-h100:1", "--plan", "plan.json"], ["leave out MODEL, CLUSTER"]),
+    (
+        ["explain", "--plan", "plan.json", "--compile", "--fit", "0.9", "l4:4"],
+        ["leave out MODEL or CLUSTER ('l4:4'), --fit, --compile"],
+    ),
+    ([*EXPLAIN, "--tolerance", "nan"], ["--tolerance", "'nan' is no number"]),
+    ([*EXPLAIN, "--fit", "nan"], ["--fit", "'nan' is no number"]),
+    ([*EXPLAIN, "--software", "foo"], ["software='foo' (--software) is not known"]),
     ([*EXPLAIN, "--objective", "speed"], ["'speed' is not known", "time, cost, gpus, memory"]),
     ([*EXPLAIN, "--objective", "gpus"], ["--deadline 2.5", "has 0"]),
     ([*EXPLAIN, "--objective", "gpus", "--deadline", "1", "--tokens-per-second", "9"], ["has 2"]),

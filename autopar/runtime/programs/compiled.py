@@ -81,12 +81,12 @@ def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
     if plan.splits_backward:
         raise AutoparError(
             f"the engine cannot compile under {plan.schedule}: a backward in two parts takes gradients of inputs and of weights "
-            "apart, and a compiled function gives both at once. Pin schedule=1f1b, or leave compile=False"
+            "apart, and a compiled function gives both at once. Pin schedule=1f1b, or pass compile=False"
         )
     if any(block.recompute == "op" for block in plan.blocks):
         raise AutoparError(
             "the engine cannot compile with recompute=op: torch counts the calls of ops to find what it has kept, and "
-            "compiling calls some more; pin recompute=selective or full, or leave compile=False"
+            "compiling calls some more; pin recompute=selective or full, or pass compile=False"
         )
 
 
@@ -202,7 +202,7 @@ class Compiler:
             remedy = (
                 "give batches of fewer shapes, compile={'dynamic': True}, or raise torch._dynamo.config.recompile_limit"
                 if again
-                else "try compile={'backend': 'aot_eager'}, which makes no machine code, or leave compile=False"
+                else "try compile={'backend': 'aot_eager'}, which makes no machine code, or pass compile=False"
             )
             raise AutoparError(
                 f"torch.compile failed on a part of the program; {remedy}.  ({type(error).__name__}: {text})"
