@@ -427,9 +427,11 @@ def _decided(
 
     if plan is None:
         return parsed_cluster(cluster), precision, False if compile is None else compile
-    if compile is None and (compile := bool(plan.made_for.software.get("compiled"))):
+    if compile is None:
+        compile = bool(plan.made_for.software.get("compiled"))
         try:
-            check_compiles(plan)
+            if compile:
+                check_compiles(plan)
         except AutoparError as error:
             raise AutoparError(f"the plan was made for compiled code: {error}") from None
     found = cluster_of(plan, cluster if cluster is None else parsed_cluster(cluster))
