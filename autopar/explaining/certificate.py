@@ -74,7 +74,7 @@ def proof_words(plan: Plan) -> str:
         return words
     if proof.tp_inside:
         more = 100 * (proof.objective_s / proof.fastest_s - 1)
-        return f"the simplest whose tensor parallelism does not cross nodes or PCIe, {more:.2g} % above what is {words}"
+        return f"a plan whose tensor parallelism does not cross nodes or PCIe, {more:.2g} % above what is {words}"
     return f"{nearness_words(plan)} of what is {words}{left_words(plan)}"
 
 

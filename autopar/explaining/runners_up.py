@@ -116,8 +116,8 @@ def preference_words(plan: Plan) -> str:
     faster = 1 - proof.fastest_s / plan.predicted.step_time_s
     if proof.tp_inside:
         return (
-            f"{simplicity_of_plan(plan)}: the simplest whose tensor parallelism does not cross nodes or PCIe; the {optimum_words(plan)} is "
-            f"{choice_words(proof.fastest)}, whose does: {ms(proof.fastest_s)}. {inside_words(plan)}"
+            f"{simplicity_of_plan(plan)}, and tensor parallelism does not cross nodes or PCIe; the {optimum_words(plan)} is "
+            f"{choice_words(proof.fastest)}, where it does: {ms(proof.fastest_s)}. {inside_words(plan)}"
         )
     left = f"{optimum_words(plan)}{left_words(plan)}"
     if faster <= PROVED:
