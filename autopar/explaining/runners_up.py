@@ -93,8 +93,8 @@ def allowed_more(plan: Plan) -> float:
     proof = plan.certificate
     if not proof.fastest:
         return proof.tolerance
-    times = simplicity_of_entry(proof.fastest).times_tolerance(simplicity_of_plan(plan))
-    return times * proof.tolerance
+    fastest = simplicity_of_entry(proof.fastest)
+    return fastest.allowed_more(simplicity_of_plan(plan), proof.tolerance)
 
 
 def nearness_words(plan: Plan) -> str:

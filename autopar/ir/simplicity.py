@@ -65,6 +65,12 @@ class Simplicity:
             return UNSPLIT
         return USUAL if self.is_unusual and not simpler.is_unusual else 1.0
 
+    def allowed_more(self, simpler: Simplicity, tolerance: float) -> float:
+        """The fraction by which a `simpler` plan may take longer than the fastest, which has this
+        simplicity.
+        """
+        return self.times_tolerance(simpler) * tolerance
+
     @property
     def as_data(self) -> dict[str, int | bool]:
         """The fields by name, for JSON."""

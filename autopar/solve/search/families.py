@@ -272,8 +272,8 @@ def simpler_of(
     first = candidate_simplicity(candidate)
 
     def is_near(plan: Restaged) -> bool:
-        times = first.times_tolerance(candidate_simplicity(plan.candidate))
-        return plan.time_s <= (1 + times * tolerance) * solution.time_s
+        allowed = first.allowed_more(candidate_simplicity(plan.candidate), tolerance)
+        return plan.time_s <= (1 + allowed) * solution.time_s
 
     near = [one.staged for one in others if one.staged is not None and is_near(one.staged)]
     if not crosses(searched.best[0].mesh):

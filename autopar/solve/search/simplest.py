@@ -178,7 +178,7 @@ class Preference:
         """The longest that a plan with the simplicity `simpler` may take, in seconds, if the fastest
         takes `fastest_s` and has the simplicity `own`.
         """
-        return (1 + own.times_tolerance(simpler) * self.tolerance) * fastest_s
+        return (1 + own.allowed_more(simpler, self.tolerance)) * fastest_s
 
     @staticmethod
     def _share(found: SearchResult) -> float:
