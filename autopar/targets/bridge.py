@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
 from autopar.targets.arguments import is_false, options_of
-from autopar.targets.job import Exported, Finding, Job
+from autopar.targets.job import Exported, Finding, Job, ModelShape
 from autopar.targets.megatron_options import megatron_job, megatron_stages
 from autopar.targets.megatron_read import job_of_mapping, read_megatron
 from autopar.targets.megatron_rules import megatron_refusals, megatron_restriction
@@ -319,13 +320,19 @@ def _quoted(value: str) -> str:
     return f"'{value}'" if re.search(r"[^\w.-]", value) else value
 
 
+def _restriction(shape: ModelShape, seq: int) -> Restriction:
+    """As Megatron-LM's, without fp32, for which no recipe has a `mixed_precision`."""
+    found = megatron_restriction(shape, seq)
+    return replace(found, name="Megatron-Bridge", precisions=("bf16", "fp16"))
+
+
 BRIDGE = Target(
     "bridge",
     "Megatron-Bridge 0.4",
     _reads,
     _read,
     megatron_refusals,
-    megatron_restriction,
+    _restriction,
     _write,
     "megatron-bridge",
     _flags_of,
