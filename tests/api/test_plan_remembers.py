@@ -123,6 +123,14 @@ def test_a_saved_plan_is_explained_in_a_new_process(tmp_path):
     assert "h100:4" in done.stdout
 
 
+def test_a_plan_of_rows_along_another_dim_is_explained():
+    spec = parse_model("benchmarks.exactness.own_modules:frames")
+    model, batch, dims = spec.build("meta"), spec.example_inputs(2, 1), spec.batch_dims()
+    plan = autopar.plan(model, "h100:2", batch, 8, {"pp": 1}, batch_dims=dims)
+    report = autopar.explain(plan, model=model, example_inputs=batch, batch_dims=dims)
+    assert report.timeline.step_s == pytest.approx(plan.predicted.step_time_s, rel=0.02)
+
+
 def test_a_plan_of_a_module_names_a_text_that_builds_it():
     plan = planned()
     assert plan.made_for.target == "megatron" and plan.made_for.seq == 256
