@@ -163,12 +163,12 @@ class Draw:
 
     def _model(self, runs: bool) -> tuple[str, int | None]:
         kind = self.random.random()
-        if kind < 0.3:
+        if kind < 0.4:
             return self.random.choice(own_modules.TEXTS), None
-        if kind < 0.65 or (runs and kind < 0.9):
+        if kind < 0.6:
             name = self.random.choice(tuple(CONFIGS))
             return text_of(name), SHORT.get(name, self.random.choice((8, 12, SEQ)))
-        if kind < 0.96 or runs:
+        if kind < 0.97 or runs:
             return self.random.choice((*NAMES, self._dims())), self.random.choice((16, 32, None))
         return self.random.choice(LARGE), self.random.choice((128, 256))
 

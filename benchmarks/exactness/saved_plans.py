@@ -9,6 +9,9 @@ Then the file of the plan is explained, audited, replayed, compared with itself 
 anything said again; a share of the files in a fresh process. What is said of the file must be what
 was said when the plan was made.
 
+Commands of this process share the captures of a request. Fresh processes, and those that run a plan,
+capture the model themselves.
+
 A plan for CPU processes is run from its file (`file_runs.py`). Gradients, parameters and losses are
 compared with those of one device.
 
@@ -28,16 +31,19 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from torch import Tensor, nn
 
 if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import autopar
+from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
@@ -119,6 +125,27 @@ def crash_of(done: Result) -> str:
 
 def error_of(done: Result) -> str:
     return " ".join(done.output.rpartition("Error: ")[2].split())
+
+
+@contextmanager
+def shared_captures() -> Iterator[None]:
+    """A context in which equal models and batches are captured once."""
+    captures: dict[Any, Any] = {}
+    original = api.trace
+
+    def trace(model: nn.Module, inputs: Mapping[str, Tensor], *args: Any, **named: Any) -> Any:
+        state = [*model.named_parameters(), *model.named_buffers(), *inputs.items()]
+        tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in state]
+        key = repr((type(model), tensors, args, sorted(named.items())))
+        if key not in captures:
+            captures[key] = original(model, inputs, *args, **named)
+        return captures[key]
+
+    api.trace = trace
+    try:
+        yield
+    finally:
+        api.trace = original
 
 
 # ------------------------------------------------------------------------------------------------------------ the two doors
@@ -354,7 +381,7 @@ def run_request(asked: Request, outcome: Outcome, draw: Draw) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            with widened(precision if asked.runs else ""):
+            with widened(precision if asked.runs else ""), shared_captures():
                 plan = both_doors(asked, outcome, folder)
                 if plan is None:
                     return
