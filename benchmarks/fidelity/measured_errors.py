@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from autopar.predict.command import predict_files
-from autopar.predict.evaluate import evaluate
-from autopar.predict.machines import device_of
-from autopar.predict.score import Scored, mape, mean
+from autopar.foreign.published.command import predict_files
+from autopar.foreign.published.evaluate import evaluate
+from autopar.foreign.published.machines import device_of
+from autopar.foreign.published.score import Scored, mape, mean
 from autopar.text.measured import ANY_LAYOUT, FILE, PLAN_KINDS, PublishedRun, plan_kind
 
 HEAD = """\

@@ -27,11 +27,11 @@ if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.errors import AutoparError
+from autopar.foreign.published.evaluate import case_of, plan_freely, price_run
+from autopar.foreign.published.models import spec_of_run
+from autopar.foreign.published.run import Run, RunPrediction
+from autopar.foreign.published.runs import read_runs
 from autopar.ir.plan import Plan
-from autopar.predict.evaluate import case_of, plan_freely, price_run
-from autopar.predict.models import spec_of_run
-from autopar.predict.run import Run, RunPrediction
-from autopar.predict.runs import read_runs
 from autopar.text.plan_words import short_words
 from autopar.text.units import ms
 from benchmarks.fidelity.measured_steps import cpu_name, versions

@@ -1,0 +1,275 @@
+"""Predicts a measured run with the planner itself, with every choice pinned.
+
+A run with a feature that the planner does not price is refused with the name of the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd, inf
+from typing import Any
+
+from autopar_cost_models import FITTED, FittedConstants
+from autopar_cost_models.attention import FLASH_RATES
+
+from autopar import api
+from autopar.annotate.buffers import outside_bytes
+from autopar.errors import AutoparError, NoPlanFits
+from autopar.foreign.limits.stage_cuts import stages_by_cost
+from autopar.foreign.published.frameworks import (
+    SAVING,
+    bias_operations,
+    gather_buffer_bytes,
+    offloaded,
+    offloads_where_tight,
+    run_job,
+    saves_where_tight,
+)
+from autopar.foreign.published.host import waiting_s
+from autopar.foreign.published.machines import device_of, network_of
+from autopar.foreign.published.models import spec_of_run
+from autopar.foreign.published.run import Run, RunPrediction
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.model_shape import ModelShape
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.models.base import NativeSpec
+from autopar.request.framework_names import is_nanotron
+from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
+from autopar.request.pins import EVEN, Pins
+from autopar.request.plan_request import PlanRequest
+from autopar.request.software import Software
+
+UNLIMITED_BYTES = 2**50
+"""Memory of the GPUs for which a run is planned: practically unlimited, so that layouts that do not
+fit are predicted too. The scores judge whether they fit.
+"""
+
+RECOMPUTE_PINS = {
+    "none": "none",
+    "full": "full",
+    "attention": "selective",
+    "op": "op",
+    "layers": "every-{every}",
+}
+"""The pin of recomputation for each of a run's words."""
+SCHEDULE_PINS = {
+    "none": None,
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved_1f1b",
+    "zero_bubble": "zero_bubble",
+}
+"""The pinned schedule for each of a run's words."""
+_ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients",
+          "tp_overlap")  # fmt: skip
+"""Fields of a run's software that `autopar.Software` has under the same name."""
+_UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
+    ("fp4 products", lambda run: run.precision.matmul == "fp4"),
+    ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in SCHEDULE_PINS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionInputs:
+    """Everything that a prediction depends on: run, cluster and software."""
+
+    run: Run
+    cluster: ClusterSpec
+    software: Software
+
+
+def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
+    """The predicted step time, peak memory and breakdown of a run, with the constants `fitted` of
+    the cost models (`settle`). Raises AutoparError if it cannot be predicted, with the reason.
+    """
+    return settle(case_of(run, fitted))
+
+
+def settle(case: PredictionInputs) -> RunPrediction:
+    """The prediction of a case. If it does not fit the GPU, and its framework has options that save
+    memory (`saves_where_tight`, `offloads_where_tight`), it is predicted with these. Raises
+    AutoparError if it cannot be predicted, with the reason.
+    """
+    run, found = case.run, price_run(case)
+    if found.peak_memory_bytes > (run.machine.memory_bytes or inf) and saves_where_tight(run):
+        return price_run(replace(case, software=replace(case.software, **SAVING)))
+    return offloaded(run, found) if offloads_where_tight(run) else found
+
+
+def case_of(run: Run, fitted: FittedConstants = FITTED) -> PredictionInputs:
+    """The case of a run: its cluster and software, with the constants `fitted` of the cost models.
+    Raises AutoparError for a GPU outside the catalogue.
+    """
+    cluster = cluster_of_run(run, fitted)
+    return PredictionInputs(
+        run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted)
+    )
+
+
+def price_run(case: PredictionInputs) -> RunPrediction:
+    """The predicted step time, peak memory and breakdown of a case. Raises AutoparError if it
+    cannot be predicted, with the reason.
+    """
+    lacking = [text.format(run=case.run) for text, applies in _UNSUPPORTED if applies(case.run)]
+    if lacking:
+        raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
+    if case.run.dims.one_layer:
+        return _one_more(case)
+    plan = _pinned(case)
+    return _prediction(case, plan, _waiting_s(case, plan))
+
+
+def plan_freely(case: PredictionInputs, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
+    """The planner's own choice for the model, batch, cluster and software of a case, on GPUs with
+    `memory_bytes`. Raises NoPlanFits if no plan fits, or none was found in time.
+
+    Software that keeps a sharded input and gathers it again does so only under the
+    sequence-parallelism pin. For such software the result is the better plan of two, with and
+    without the pin, each found within `time_limit_s` seconds.
+    """
+    ways: list[dict[str, Any]] = [{}]
+    if case.software.gathers_again:
+        ways.append({"sequence_parallel": True})
+    found, errors = [], []
+    for pin in ways:
+        try:
+            request = _request(case, pin, memory_bytes)
+            found.append(api.plan_traced(_traced(case.run), request, time_limit_s))
+        except NoPlanFits as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found, key=lambda plan: plan.predicted.step_time_s)
+
+
+def _pinned(case: PredictionInputs, layers: int | None = None) -> Plan:
+    """The plan with the run's layout, for the run's number of layers or `layers`."""
+    # one or two candidates: helper processes would take longer to start than to search
+    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
+    return api.plan_traced(_traced(case.run, layers), request, processes=1)
+
+
+def _request(case: PredictionInputs, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
+    device = replace(case.cluster.device, memory_bytes=memory_bytes)
+    return PlanRequest(
+        replace(case.cluster, device=device),
+        case.run.global_batch,
+        Pins.of(pin),
+        precision="bf16",
+        runnable=False,
+        model_name=case.run.id,
+        software=case.software,
+    )
+
+
+def _waiting_s(case: PredictionInputs, plan: Plan) -> float:
+    """Seconds of a step in which the devices of the pinned plan wait for the host."""
+    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
+    return waiting_s(plan, _traced(case.run), request)
+
+
+def _prediction(case: PredictionInputs, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:
+    """The prediction of a plan whose devices wait for the host for `waiting_s` seconds of a step."""
+    predicted = plan.predicted
+    return RunPrediction(
+        predicted.step_time_s + waiting_s,
+        max(predicted.peak_memory_bytes),
+        predicted.breakdown | ({"host": waiting_s} if waiting_s else {}),
+        outside_bytes(plan.mesh, plan.shard, case.cluster.device),
+        first_rank_bytes=predicted.peak_memory_bytes[0],
+        kept_bytes=predicted.memory.get("kept", 0),
+    )
+
+
+def _one_more(case: PredictionInputs) -> RunPrediction:
+    """The prediction for one layer inside a model: a model of three layers minus a model of two.
+
+    It includes forward and backward, with the gradient of the layer's input. The time leaves out
+    what runs once a step (update, reduction of gradients). The memory is what the layer adds.
+    """
+    two, three = (_prediction(case, _pinned(case, layers)) for layers in (2, 3))
+    names = [name for name in three.breakdown if name != "step"]
+    parts = {name: three.breakdown[name] - two.breakdown[name] for name in names}
+    memory_bytes = three.peak_memory_bytes - two.peak_memory_bytes
+    return RunPrediction(sum(parts.values()), memory_bytes, parts)
+
+
+def cluster_of_run(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
+    """The cluster of a run, from the hardware catalogue. Raises AutoparError for a GPU outside
+    it.
+    """
+    machine = run.machine
+    per_node = min(machine.nvlink_domain, machine.gpus)
+    if machine.gpus % per_node:  # a part of a rack: the most GPUs that divide evenly
+        per_node = next(size for size in range(per_node, 0, -1) if machine.gpus % size == 0)
+    device = device_of(machine.gpu)
+    links, _ = network_of(device, per_node, machine.nic_Bps, machine.system, fitted)
+    return ClusterSpec.make(
+        device,
+        machine.gpus // per_node,
+        per_node,
+        memory_bytes=machine.memory_bytes,
+        name=machine.gpu,
+        fitted=fitted,
+        **links,
+    )
+
+
+def _software(run: Run, generation: str) -> Software:
+    found = fields_of(run_job(run)) | {name: getattr(run.software, name) for name in _ALIKE}
+    if run.precision.matmul == "fp8":
+        found |= {"matmul_dtype": "fp8", "fp8_scaling": SCALING_OF_RECIPE[run.precision.recipe]}
+    kernel = run.software.attention_kernel
+    found["attention_kernel"] = kernel if (generation, kernel) in FLASH_RATES else None
+    if found.get("routing_operations"):
+        found["routing_operations"] += bias_operations(run)
+    if buffers := gather_buffer_bytes(run):
+        found["workspace_bytes"] = buffers
+    return Software(compiled=run.software.compile, **found)
+
+
+def _traced(run: Run, layers: int | None = None) -> TracedModel:
+    return _traced_spec(replace(spec_of_run(run, layers), name=""), run.dims.seq)
+
+
+@lru_cache(maxsize=64)
+def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
+    return api.trace_spec(spec, seq)
+
+
+def _pins(run: Run) -> dict[str, Any]:
+    by = run.degrees
+    zero = by.zero if by.dp * by.cp > 1 else 0
+    alike = ("tp", "pp", "cp", "dp", "ep", "micro_batch")
+    pin: dict[str, Any] = {name: getattr(by, name) for name in alike} | {"zero": zero}
+    pin["ep"] = gcd(by.ep, by.dp)  # experts that are shared out over tp too are split over it
+    pin["recompute"] = RECOMPUTE_PINS[by.recompute].format(every=by.recompute_every)
+    if by.pp > 1:
+        # with fewer micro-batches than ranks, 1F1B runs all forwards first
+        early = by.schedule == "1f1b" and run.num_microbatches < by.pp
+        schedule = "gpipe" if early else SCHEDULE_PINS[by.schedule]
+        pin |= {"vpp": by.vpp, "schedule": schedule, "stages": stages_pin(run)}
+    pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
+    return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})
+
+
+def stages_pin(run: Run) -> str:
+    """The pin `stages` that cuts the pipeline as the framework of the run does: a text of sizes for
+    nanotron with one stage a rank, else `even`. Megatron, DeepSpeed and torchtitan deal layers evenly.
+    """
+    if not is_nanotron(run.software.framework) or run.degrees.vpp > 1:
+        return EVEN
+    dims = run.dims
+    shape = ModelShape(
+        layers=dims.layers,
+        hidden=dims.hidden,
+        heads=dims.heads,
+        ffn=dims.ffn,
+        vocab=dims.vocab,
+        moe_ffn=dims.moe_ffn,
+        gated=dims.activation == "swiglu",
+    )
+    return "-".join(map(str, stages_by_cost(shape, run.degrees.pp, run.degrees.padded_vocab)))
