@@ -15,8 +15,6 @@ from autopar.foreign.frameworks.registry import target_of
 from autopar.foreign.job import Facts, Job, Layout
 from autopar.foreign.published.defaults import complete
 from autopar.foreign.published.evaluate import (
-    RECOMPUTE_PINS,
-    SCHEDULE_PINS,
     UNLIMITED_BYTES,
     case_of,
 )
@@ -44,9 +42,6 @@ from autopar.request.pins import EVEN, Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import SIXTEEN_BITS, Software
-
-_SCHEDULES = {pin: words for words, pin in SCHEDULE_PINS.items()}
-_RECOMPUTE = {pin: words for words, pin in RECOMPUTE_PINS.items()}
 
 
 @dataclass(frozen=True)
@@ -287,9 +282,11 @@ def run_of(setting: JobSetting, by: Layout) -> Run:
         "global_batch": by.batch_on(gpus),
     }
     stated |= {"sharding": _sharding(by, setting.target), "shard_group": by.shard_on(gpus) or None}
-    recompute = _RECOMPUTE.get(by.recompute, "layers")  # the others are `every-k`
-    schedule = _SCHEDULES.get(by.schedule, by.schedule)
-    stated |= {"recompute": recompute, "schedule": schedule, "embedding_as_layer": False}
+    stated |= {
+        "recompute": by.recompute,
+        "schedule": by.schedule,
+        "embedding_as_layer": False,
+    }
     stated |= {
         "matmul": "fp8" if facts.fp8 else facts.precision,
         "compute": facts.precision,

@@ -108,7 +108,8 @@ def _constants(**values: float) -> Callable[[FittedConstants], FittedConstants]:
 
 def _recompute(**modes: str) -> Callable[[Run], Run]:
     def without(run: Run) -> Run:
-        mode = modes.get(run.degrees.recompute, run.degrees.recompute)
+        own = run.degrees.recompute
+        mode = modes.get(own.partition("-")[0], own)
         return replace(run, degrees=replace(run.degrees, recompute=mode))
 
     return without
@@ -140,9 +141,9 @@ def _one_efficiency(constants: FittedConstants) -> FittedConstants:
 
 
 MECHANISMS = (
-    Mechanism("recomputation", "nothing runs again", run=_recompute(full="none", layers="none", op="none", attention="none")),
+    Mechanism("recomputation", "nothing runs again", run=_recompute(full="none", every="none", op="none", selective="none")),
     Mechanism("partial recomputation", "of attention alone: nothing; of ops or some layers: all",
-              run=_recompute(layers="full", op="full", attention="none")),
+              run=_recompute(every="full", op="full", selective="none")),
     Mechanism("early stop of recomputation", "a block runs again to its end", case=_software(early_stop=False)),
     Mechanism("pipeline bubble", "ranks never wait", parts=("bubble",)),
     Mechanism("scattered messages", "each rank of tp sends all of a pipeline's message", case=_software(scatters_messages=False)),

@@ -156,14 +156,14 @@ def _sharding(row: Stated) -> str:
 
 def _recompute(row: Stated) -> str:
     if "recompute" in row:  # selective, of an unpublished kind
-        return "op" if _framework(row, "torchtitan") else "attention"
+        return "op" if _framework(row, "torchtitan") else "selective"
     return "full" if _megatron(row) and not _since(row, 2022) else "none"
 
 
 def _schedule(row: Stated) -> str:
     if row["pp"] == 1:
         return "none"
-    return "interleaved" if row["vpp"] > 1 else "1f1b"
+    return "interleaved_1f1b" if row["vpp"] > 1 else "1f1b"
 
 
 def _as_layers(row: Stated) -> bool:
@@ -241,7 +241,7 @@ DEFAULTS: tuple[Default, ...] = (
     Default("dp", "gpus / (tp pp cp)", "all GPUs are used", _dp),
     Default("vpp", "2 if the schedule is stated to be interleaved, else 1",
             "interleaving is printed where it is used; 2 is its least",
-            lambda row: 2 if row.get("schedule") == "interleaved" and row["pp"] > 1 else 1,
+            lambda row: 2 if row.get("schedule") == "interleaved_1f1b" and row["pp"] > 1 else 1,
             matters=_pipelined),
     Default("sp", "on if tp > 1 and torchtitan, nanotron, NeMo or Megatron-Core, else off",
             "those frameworks' recipes; it did not exist before 2022",
@@ -262,8 +262,6 @@ DEFAULTS: tuple[Default, ...] = (
             "selective of unknown kind: torchtitan by op, else the attention core; blank: Megatron until 2021 full, else none",
             "Korthikanti et al. 2022 introduced selective recomputation; the notes on NVIDIA's recipes say none",
             _recompute),
-    Default("recompute_every", "1", "all layers alike unless stated", lambda row: 1,
-            matters=lambda row: row["recompute"] == "layers"),
     Default("micro_batch", "1", "what runs on the limit of memory use", lambda row: 1),
     Default("schedule", "none without pp, interleaved if vpp > 1, else 1f1b",
             "Megatron-LM's and DeepSpeed's schedules", _schedule, matters=_pipelined),

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import gcd, inf
 from typing import Any
 
-from autopar_cost_models import FITTED, FittedConstants
+from autopar_cost_models import FITTED, SCHEDULES, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
 
 from autopar import api
@@ -47,28 +47,15 @@ UNLIMITED_BYTES = 2**50
 fit are predicted too. The scores judge whether they fit.
 """
 
-RECOMPUTE_PINS = {
-    "none": "none",
-    "full": "full",
-    "attention": "selective",
-    "op": "op",
-    "layers": "every-{every}",
-}
-"""The pin of recomputation for each of a run's words."""
-SCHEDULE_PINS = {
-    "none": None,
-    "gpipe": "gpipe",
-    "1f1b": "1f1b",
-    "interleaved": "interleaved_1f1b",
-    "zero_bubble": "zero_bubble",
-}
-"""The pinned schedule for each of a run's words."""
 _ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients",
           "tp_overlap")  # fmt: skip
 """Fields of a run's software that `autopar.Software` has under the same name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
-    ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in SCHEDULE_PINS),
+    (
+        "schedule {run.degrees.schedule!r}",
+        lambda run: run.degrees.schedule not in ("none", *SCHEDULES),
+    ),
 )
 
 
@@ -246,11 +233,11 @@ def _pins(run: Run) -> dict[str, Any]:
     alike = ("tp", "pp", "cp", "dp", "ep", "micro_batch")
     pin: dict[str, Any] = {name: getattr(by, name) for name in alike} | {"zero": zero}
     pin["ep"] = gcd(by.ep, by.dp)  # experts that are shared out over tp too are split over it
-    pin["recompute"] = RECOMPUTE_PINS[by.recompute].format(every=by.recompute_every)
+    pin["recompute"] = by.recompute
     if by.pp > 1:
         # with fewer micro-batches than ranks, 1F1B runs all forwards first
         early = by.schedule == "1f1b" and run.num_microbatches < by.pp
-        schedule = "gpipe" if early else SCHEDULE_PINS[by.schedule]
+        schedule = "gpipe" if early else by.schedule
         pin |= {"vpp": by.vpp, "schedule": schedule, "stages": stages_pin(run)}
     pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

@@ -48,7 +48,7 @@ _FLAGS: dict[str, Stated] = {
     "adam": {"optimizer": "adam"},
     "adamw": {"optimizer": "adam"},
     "embedding_as_layer_partition": {"embedding_as_layer": True},
-    "interleaved_pp": {"schedule": "interleaved"},
+    "interleaved_pp": {"schedule": "interleaved_1f1b"},
     "sequence_parallel": {"sp": True},
     "deepspeed_3d": {},
     "fsdp2_prefetch": {"dp_overlap": True},
@@ -73,7 +73,7 @@ _PRECISIONS |= {name: name for name in ("blockwise", "current", "delayed", "tens
 _SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
-    **dict.fromkeys(("interleaved1f1b", "interleaved"), "interleaved"),
+    **dict.fromkeys(("interleaved1f1b", "interleaved"), "interleaved_1f1b"),
     **dict.fromkeys(("zerobubble", "interleavedzerobubble", "zbvzerobubble"), "zero_bubble"),
     **dict.fromkeys(("dualpipev", "dualpipe"), "dual_pipe"),
 }
@@ -123,7 +123,7 @@ def _valued_option(key: str, value: str) -> Stated | None:
     if key == "selective_ac" and value == "op":
         return {"selective": "op"}
     if key == "selective_ac" and (every := re.search(r"\d+", value)):
-        return {"selective": "layers", "recompute_every": int(every[0])}
+        return {"selective": f"every-{int(every[0])}"}
     if key == "precision" and value in ("bf16", "fp8", "nvfp4"):
         return {}  # as the column dtype; the recipe of fp8 is unpublished
     if key == "precision":

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
+from autopar_cost_models import SCHEDULES
 from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.request.frameworks import SHARDINGS
+from autopar.request.pins import is_recompute
 
 _FAMILIES = ("gpt", "llama", "moe")
 _POSITIONS = ("learned", "alibi", "rope", "none")
 _ACTIVATIONS = ("gelu", "relu2", "swiglu")
 FAMILY_ACTIVATIONS = {"gpt": ("gelu", "relu2"), "llama": ("swiglu", "relu2"), "moe": ("swiglu",)}
-_RECOMPUTE = ("none", "attention", "op", "layers", "full")
-_SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "dual_pipe")
+_SCHEDULES = ("none", *SCHEDULES, "dual_pipe")
 _DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 RECIPES = ("", "delayed", "current", "tensorwise", "rowwise", "blockwise", "mx")
 OPTIMIZERS = ("adam", "lamb", "sgd", "adafactor", "muon")
@@ -201,10 +202,9 @@ class Degrees:
     `vpp` counts virtual stages per pipeline rank; `sp` is sequence parallelism over tp. `dp` counts
     all data-parallel ranks, including those of `ep`. `sharding` names what shards over
     dp x cp: `zero` (DeepSpeed), `dist_optimizer` (Megatron), `fsdp`, or `hsdp`, which shards within
-    groups of `shard_group` ranks (None: all). `zero` is the equivalent ZeRO stage. `recompute` is
-    `attention` (the attention core), `op` (selected ops), `layers` (every `recompute_every`-th
-    layer), or `full`. With `embedding_as_layer`, stages were cut as if embedding and head were a
-    layer each. `padded_vocab` is the allocated vocabulary.
+    groups of `shard_group` ranks (None: all). `zero` is the equivalent ZeRO stage. `recompute` and
+    `schedule` are values of these pins; the planner has no price for `dual_pipe`. With
+    `embedding_as_layer`, stages were cut as if embedding and head were a layer each. `padded_vocab` is the allocated vocabulary.
     """
 
     tp: int
@@ -218,16 +218,16 @@ class Degrees:
     sharding: str
     shard_group: int | None
     recompute: str
-    recompute_every: int
     micro_batch: int
     schedule: str
     padded_vocab: int
     embedding_as_layer: bool
 
     def __post_init__(self) -> None:
-        _whole_fields(self, 1, "tp pp vpp dp cp ep recompute_every micro_batch padded_vocab")
+        _whole_fields(self, 1, "tp pp vpp dp cp ep micro_batch padded_vocab")
         _one_of("sharding", self.sharding, SHARDINGS)
-        _one_of("recompute", self.recompute, _RECOMPUTE)
+        if not is_recompute(self.recompute):
+            raise AutoparError(f"recompute={shown(self.recompute)} is not known; see the pin")
         _one_of("schedule", self.schedule, _SCHEDULES)
         if self.zero not in (0, 1, 2, 3):
             raise AutoparError(f"zero={shown(self.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")

@@ -151,12 +151,12 @@ def test_defaults_follow_framework_and_year(read):
         new.software.tp_overlap,
         new.software.pp_overlap,
     ) == (True, 0.0, True, True)
-    assert new.degrees.schedule == "interleaved" and new.degrees.padded_vocab == 1024
+    assert new.degrees.schedule == "interleaved_1f1b" and new.degrees.padded_vocab == 1024
     old = read(GPT, recompute="", zero_stage_or_fsdp="")
     assert (old.degrees.recompute, old.degrees.zero, old.software.flash) == ("full", 0, False)
     assert read(GPT, framework="deepspeed", zero_stage_or_fsdp="3").degrees.sharding == "zero"
     assert read(LLAMA, recompute="selective").degrees.recompute == "op"
-    assert read(GPT, recompute="selective").degrees.recompute == "attention"
+    assert read(GPT, recompute="selective").degrees.recompute == "selective"
 
 
 def test_stages_may_count_the_embedding_as_a_layer(read):
@@ -217,16 +217,13 @@ def test_options(read):
         "window": 128,
         "window_every": 2,
         "recipe": "mx",
-        "schedule": "interleaved",
+        "schedule": "interleaved_1f1b",
         "head_dim": 64,
         "flash": True,
         "attention_kernel": "triton",
     }
     assert ignored == ()
-    assert read_options("selective_AC=every-2-layers")[0] == {
-        "selective": "layers",
-        "recompute_every": 2,
-    }
+    assert read_options("selective_AC=every-2-layers")[0] == {"selective": "every-2"}
     assert read_options("experts=many;precision=FP9;schedule=?")[1] == (
         "experts=many",
         "precision=FP9",
