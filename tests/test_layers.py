@@ -136,7 +136,14 @@ def test_torch_and_cost_models_stay_where_they_belong():
     # of solve those may use the closed forms of pipeline schedules, which know times and no device
     known = {
         f"autopar.ir.{name}"
-        for name in ("cluster", "cluster_parts", "model_shape", "plan_checks", "plan_fields")
+        for name in (
+            "cluster",
+            "cluster_parts",
+            "layout",
+            "model_shape",
+            "plan_checks",
+            "plan_fields",
+        )
     }
     known |= {f"autopar.solve.{name}" for name in CLOSED_FORMS}
     assert (

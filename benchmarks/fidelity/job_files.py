@@ -22,7 +22,8 @@ if not __package__:  # as a script
 
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.registry import read_job
-from autopar.foreign.job import Facts, Job, Layout
+from autopar.foreign.job import Facts, Job
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".toml", ".py", ".log")

@@ -31,7 +31,7 @@ HEAD = """\
 def run_of(result: Scored, fitted: bool) -> PublishedRun:
     """What reports say of a run."""
     run = result.run
-    dims, by = run.dims, run.degrees
+    dims, by = run.dims, run.layout
     assert result.time_error is not None and run.measured.step_time_s is not None
     return PublishedRun(
         id=run.id,

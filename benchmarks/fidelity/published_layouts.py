@@ -104,7 +104,7 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
 
 def layout(run: Run) -> str:
     """The layout of a run as text, such as `pp=12 dp=4 tp=8 x2 mb=1 ZeRO-1 full`."""
-    by = run.degrees
+    by = run.layout
     degrees = {"pp": by.pp, "dp": by.dp, "ep": by.ep, "cp": by.cp, "tp": by.tp}
     words = [f"{axis}={size}" for axis, size in degrees.items() if size > 1] or ["1 device"]
     words += [f"x{by.vpp}"] if by.vpp > 1 else []

@@ -27,12 +27,13 @@ from pathlib import Path
 from autopar.cli.session import Asked as Request
 from autopar.cli.session import Planner
 from autopar.errors import AutoparError
-from autopar.foreign.checking.pricing import layout_pins, unlimited
+from autopar.foreign.checking.pricing import unlimited
 from autopar.foreign.frameworks.registry import TARGETS
-from autopar.foreign.job import Layout
 from autopar.foreign.limits.frameworks import limits_of
 from autopar.foreign.writers.export import exported_job
+from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
+from autopar.request.pins import layout_pins
 from autopar.text.device_words import fullest_rank
 from autopar.text.plan_words import short_words
 from autopar.text.units import gib, ms

@@ -11,9 +11,9 @@ from itertools import islice
 from autopar.errors import AutoparError
 from autopar.foreign.checking.pricing import JobSetting
 from autopar.foreign.checking.written import Written, written
-from autopar.foreign.job import Layout
 from autopar.foreign.writers.wording import OptionDifference
 from autopar.ir.deadline import Deadline
+from autopar.ir.layout import Layout
 
 MOST_CHANGES = 16
 """The most single changes that are priced."""

@@ -14,7 +14,7 @@ from autopar.foreign.checking.pricing import JobSetting, job_setting
 from autopar.foreign.checking.searching import best_within
 from autopar.foreign.checking.written import written
 from autopar.foreign.frameworks.registry import target_of
-from autopar.foreign.job import Finding, Job, like, unlike
+from autopar.foreign.job import Finding, Job
 from autopar.foreign.published.chances import run_fit_chance
 from autopar.foreign.published.run import RunPrediction
 from autopar.foreign.target import Target
@@ -23,6 +23,7 @@ from autopar.foreign.writers.from_plan import layers_of, layout_of
 from autopar.foreign.writers.wording import OptionDifference
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.deadline import Deadline
+from autopar.ir.layout import like, unlike
 from autopar.ir.plan import Plan
 from autopar.request.arguments import parsed_cluster
 from autopar.text.plan_words import short_words

@@ -12,7 +12,7 @@ from autopar_cost_models import DEVICES
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.registry import target_of
-from autopar.foreign.job import Facts, Job, Layout
+from autopar.foreign.job import Facts, Job
 from autopar.foreign.published.defaults import complete
 from autopar.foreign.published.evaluate import (
     UNLIMITED_BYTES,
@@ -21,16 +21,14 @@ from autopar.foreign.published.evaluate import (
 from autopar.foreign.published.host import waiting_s
 from autopar.foreign.published.models import run_config
 from autopar.foreign.published.run import (
-    Degrees,
     Dims,
     Latent,
-    Machine,
-    Precision,
     Run,
-    RunSoftware,
+    run_of_row,
 )
 from autopar.foreign.target import Target
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
@@ -38,7 +36,7 @@ from autopar.models.base import ModelSpec, NativeSpec
 from autopar.models.moe import MoEConfig
 from autopar.models.shapes import shape_of_spec
 from autopar.request.options import TOLERANCE
-from autopar.request.pins import EVEN, Pins
+from autopar.request.pins import Pins, layout_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import SIXTEEN_BITS, Software
@@ -213,43 +211,6 @@ def unlimited(cluster: ClusterSpec) -> ClusterSpec:
     return replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
 
 
-def layout_pins(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
-    """The pins that fix a layout on `gpus` devices, for a model with `layers` layers."""
-    dp = layout.dp_on(gpus)
-    number = layout.micro_batches_on(gpus)
-    pin: dict[str, Any] = {
-        name: getattr(layout, name) for name in ("tp", "pp", "cp", "micro_batch")
-    }
-    # experts that are shared out over tp too are priced as split over it
-    pin |= {"dp": dp, "ep": gcd(layout.ep, dp), "recompute": mode_of(layout, layers)}
-    zero = layout.zero if dp * layout.cp > 1 else 0
-    pin |= {"zero": zero} | ({"shard": layout.shard_on(gpus)} if zero else {})
-    if layout.pp > 1:
-        # with fewer micro-batches than ranks, 1F1B runs all forwards first
-        early = layout.schedule == "1f1b" and number < layout.pp
-        stages = "-".join(map(str, layout.stages)) if layout.stages else EVEN
-        pin |= {
-            "vpp": layout.vpp,
-            "schedule": "gpipe" if early else layout.schedule,
-            "stages": stages,
-        }
-    pin |= {"sequence_parallel": layout.sequence_parallel} if layout.tp > 1 else {}
-    pin |= {"offload": layout.offload} if layout.offload != "none" else {}
-    return pin | ({"order": layout.order} if layout.order else {})
-
-
-def mode_of(layout: Layout, layers: int) -> str:
-    """The recompute mode that prices a layout: if only some layers of each stage are computed again,
-    the nearest `every-k`.
-    """
-    each = layers // (layout.pp * layout.vpp) if layers else 0
-    some = layout.recompute_layers
-    if layout.recompute != "full" or not some or some >= each:
-        return layout.recompute
-    every = max(1, round(each / some))
-    return f"every-{every}" if every > 1 else "full"
-
-
 def run_of(setting: JobSetting, by: Layout) -> Run:
     """A job with the layout `by` as a run of `autopar predict`. Raises AutoparError for a layout that
     no framework can start.
@@ -293,21 +254,7 @@ def run_of(setting: JobSetting, by: Layout) -> Run:
         "recipe": facts.fp8,
     }
     row, filled = complete(stated | _optional(facts))
-
-    def make(kind: type) -> Any:
-        return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
-
-    return Run(
-        "job",
-        "",
-        make(Dims),
-        make(Machine),
-        make(Degrees),
-        make(Precision),
-        make(RunSoftware),
-        row["global_batch"],
-        defaulted=filled,
-    )
+    return run_of_row("job", row, source="", defaulted=filled)
 
 
 def _optional(facts: Facts) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.foreign.checking.check import Answer
-from autopar.foreign.job import Layout
+from autopar.ir.layout import Layout
 from autopar.request.options import TOLERANCE
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, short_words
 from autopar.text.tables import grid

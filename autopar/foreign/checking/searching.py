@@ -9,9 +9,9 @@ from typing import Any
 from autopar.errors import AutoparError, NoLayout, NoPlanFits
 from autopar.foreign.checking.pricing import JobSetting
 from autopar.foreign.checking.written import has_verdict
-from autopar.foreign.job import Layout, like
 from autopar.foreign.target import NotExpressible
 from autopar.ir.deadline import Deadline
+from autopar.ir.layout import Layout, like
 from autopar.ir.plan import Plan
 from autopar.planning.searches import Searches
 from autopar.request.options import TOLERANCE

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
 from autopar.foreign.checking.pricing import JobSetting
-from autopar.foreign.job import Job, Layout, unlike
+from autopar.foreign.job import Job
 from autopar.foreign.verdicts import unlaid_experts
 from autopar.foreign.writers.applied import applied
 from autopar.foreign.writers.wording import SCRIPT_FILE, OptionDifference, differences
+from autopar.ir.layout import Layout, unlike
 from autopar.ir.plan import Plan
 
 

@@ -19,9 +19,10 @@ from autopar.foreign.frameworks.trainer_words import (
     trainer_words,
 )
 from autopar.foreign.frameworks.unknown import open_layout
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.target import NotExpressible, SourceFile, Target, head_findings, nodes_of
+from autopar.ir.layout import Layout
 
 _NEUTRAL = re.compile(
     r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"

@@ -18,9 +18,10 @@ from autopar.foreign.frameworks.trainer_words import (
     trainer_words,
 )
 from autopar.foreign.frameworks.unknown import open_layout
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.target import NotExpressible, SourceFile, Target, multiples_near, nodes_of
+from autopar.ir.layout import Layout
 
 Z = "zero_optimization."
 _BATCH = "train_batch_size"

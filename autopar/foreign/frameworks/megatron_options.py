@@ -9,8 +9,9 @@ from dataclasses import replace
 from autopar.foreign.frameworks.arguments import Arguments, is_false, is_none
 from autopar.foreign.frameworks.megatron_layout import counted_stages, ended_stages, layout_stages
 from autopar.foreign.frameworks.unknown import SHAPE, with_others
-from autopar.foreign.job import Facts, Job, Layout, Unmodelled
+from autopar.foreign.job import Facts, Job, Unmodelled
 from autopar.foreign.target import vocabulary_of
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 FP8_RECIPES = {

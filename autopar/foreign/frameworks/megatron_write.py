@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from autopar.foreign.frameworks.megatron_layout import counted_stages, layout_text
 from autopar.foreign.frameworks.megatron_options import FP8_RECIPES, STRATEGIES
-from autopar.foreign.job import Exported, Facts, Job, Layout
+from autopar.foreign.job import Exported, Facts, Job
 from autopar.foreign.limits.stage_cuts import even_stages
 from autopar.foreign.target import NotExpressible, nodes_of, torchrun
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 _STRATEGIES = {zero: name for name, zero in STRATEGIES.items()}

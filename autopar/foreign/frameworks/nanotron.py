@@ -10,7 +10,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.arguments import Arguments, flat_texts, read_mapping
 from autopar.foreign.frameworks.unknown import with_open
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.limits.stage_cuts import even_stages, stages_of_pipeline
 from autopar.foreign.target import (
@@ -21,6 +21,7 @@ from autopar.foreign.target import (
     head_findings,
     torchrun,
 )
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 _P, _M, _T = "parallelism.", "model.model_config.", "tokens."

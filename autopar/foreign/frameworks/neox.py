@@ -12,7 +12,7 @@ from autopar.foreign.frameworks.arguments import Arguments, flat_texts, read_map
 from autopar.foreign.frameworks.extended import merged_mappings
 from autopar.foreign.frameworks.unknown import unstated, with_others
 from autopar.foreign.frameworks.weights import NO_ATTENTION
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.target import (
     NotExpressible,
@@ -23,6 +23,7 @@ from autopar.foreign.target import (
     multiples_near,
     nodes_of,
 )
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 _MICRO, _STEPS, _BATCH = (

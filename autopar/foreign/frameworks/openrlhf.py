@@ -13,9 +13,10 @@ from autopar.errors import AutoparError
 from autopar.foreign.frameworks import deepspeed
 from autopar.foreign.frameworks.arguments import Arguments, note_model, options_of, unread_files
 from autopar.foreign.frameworks.unknown import with_open
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.target import NotExpressible, SourceFile, Target, nodes_of
+from autopar.ir.layout import Layout
 
 _NAMES = {
     "zero": ("ds.zero_stage", "zero_stage"),

@@ -7,7 +7,8 @@ import re
 
 from autopar.foreign.frameworks.arguments import Arguments
 from autopar.foreign.frameworks.torchtitan_models import FLAVORS
-from autopar.foreign.job import Facts, Job, Layout
+from autopar.foreign.job import Facts, Job
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 PARALLELISM, TRAINING = "parallelism.", "training."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from autopar.foreign.frameworks.torchtitan_models import FLAVORS
 from autopar.foreign.frameworks.torchtitan_options import PARALLELISM, TRAINING, WRITTEN
-from autopar.foreign.job import Exported, Job, Layout
+from autopar.foreign.job import Exported, Job
 from autopar.foreign.limits.stage_cuts import even_stages
 from autopar.foreign.target import NotExpressible, torchrun
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 _POLICIES = {"none": "none", "full": "full", "op": "selective"}

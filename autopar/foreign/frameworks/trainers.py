@@ -25,10 +25,11 @@ from autopar.foreign.frameworks.arguments import (
 )
 from autopar.foreign.frameworks.python_settings import settings_of
 from autopar.foreign.frameworks.unknown import distinct_jobs, with_others
-from autopar.foreign.job import Facts, Finding, Job, Layout
+from autopar.foreign.job import Facts, Finding, Job
 from autopar.foreign.target import SourceFile
 from autopar.foreign.texts.expansion import is_known
 from autopar.foreign.texts.shell_words import CLOSE
+from autopar.ir.layout import Layout
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size")
 _SEQ = ("max_seq_length", "max_length", "cutoff_len", "sequence_len", "model_max_length", "max_seq_len", "block_size")  # fmt: skip

@@ -14,10 +14,11 @@ from autopar.foreign.frameworks.accelerate import late_findings
 from autopar.foreign.frameworks.arguments import Arguments, read_mapping
 from autopar.foreign.frameworks.trainer_words import in_script
 from autopar.foreign.frameworks.unknown import open_layout, with_others
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.target import NotExpressible, SourceFile, Target, divisors_near, torchrun
 from autopar.foreign.texts.expansion import unknown
+from autopar.ir.layout import Layout
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
 _NEUTRAL = re.compile(

@@ -19,9 +19,10 @@ from autopar.foreign.frameworks.arguments import (
 from autopar.foreign.frameworks.extended import extended_mapping
 from autopar.foreign.frameworks.megatron_mapping import overrides_of
 from autopar.foreign.frameworks.unknown import with_open
-from autopar.foreign.job import Exported, Facts, Finding, Job, Layout
+from autopar.foreign.job import Exported, Facts, Finding, Job
 from autopar.foreign.limits.frameworks import LIMITS
 from autopar.foreign.target import NotExpressible, SourceFile, Target, multiples_near, nodes_of
+from autopar.ir.layout import Layout
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _NAMES = {

@@ -108,9 +108,9 @@ def _constants(**values: float) -> Callable[[FittedConstants], FittedConstants]:
 
 def _recompute(**modes: str) -> Callable[[Run], Run]:
     def without(run: Run) -> Run:
-        own = run.degrees.recompute
+        own = run.layout.recompute
         mode = modes.get(own.partition("-")[0], own)
-        return replace(run, degrees=replace(run.degrees, recompute=mode))
+        return replace(run, layout=replace(run.layout, recompute=mode))
 
     return without
 
@@ -128,7 +128,7 @@ def _device(**fields: Any) -> Callable[[PredictionInputs], PredictionInputs]:
 
 
 def _unpadded(run: Run) -> Run:
-    return replace(run, degrees=replace(run.degrees, padded_vocab=run.dims.vocab))
+    return _ran(padded_vocab=run.dims.vocab)(run)
 
 
 def _all_keys(run: Run) -> Run:

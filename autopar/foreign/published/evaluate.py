@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd, inf
+from math import inf
 from typing import Any
 
 from autopar_cost_models import FITTED, SCHEDULES, FittedConstants
@@ -38,7 +38,7 @@ from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.request.framework_names import is_nanotron
 from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
-from autopar.request.pins import EVEN, Pins
+from autopar.request.pins import Pins, layout_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 
@@ -53,8 +53,8 @@ _ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "la
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
     (
-        "schedule {run.degrees.schedule!r}",
-        lambda run: run.degrees.schedule not in ("none", *SCHEDULES),
+        "schedule {run.layout.schedule!r}",
+        lambda run: run.layout.schedule not in ("none", *SCHEDULES),
     ),
 )
 
@@ -228,27 +228,16 @@ def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
 
 
 def _pins(run: Run) -> dict[str, Any]:
-    by = run.degrees
-    zero = by.zero if by.dp * by.cp > 1 else 0
-    alike = ("tp", "pp", "cp", "dp", "ep", "micro_batch")
-    pin: dict[str, Any] = {name: getattr(by, name) for name in alike} | {"zero": zero}
-    pin["ep"] = gcd(by.ep, by.dp)  # experts that are shared out over tp too are split over it
-    pin["recompute"] = by.recompute
-    if by.pp > 1:
-        # with fewer micro-batches than ranks, 1F1B runs all forwards first
-        early = by.schedule == "1f1b" and run.num_microbatches < by.pp
-        schedule = "gpipe" if early else by.schedule
-        pin |= {"vpp": by.vpp, "schedule": schedule, "stages": stages_pin(run)}
-    pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
-    return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})
+    layout = replace(run.layout, stages=stages_of_run(run))
+    return layout_pins(layout, run.machine.gpus, run.dims.layers)
 
 
-def stages_pin(run: Run) -> str:
-    """The pin `stages` that cuts the pipeline as the framework of the run does: a text of sizes for
-    nanotron with one stage a rank, else `even`. Megatron, DeepSpeed and torchtitan deal layers evenly.
+def stages_of_run(run: Run) -> tuple[int, ...]:
+    """The layers of each stage as the framework of the run cuts the pipeline, for nanotron with one
+    stage a rank; else (). Megatron, DeepSpeed and torchtitan deal layers evenly.
     """
-    if not is_nanotron(run.software.framework) or run.degrees.vpp > 1:
-        return EVEN
+    if not is_nanotron(run.software.framework) or run.layout.vpp > 1:
+        return ()
     dims = run.dims
     shape = ModelShape(
         layers=dims.layers,
@@ -259,4 +248,4 @@ def stages_pin(run: Run) -> str:
         moe_ffn=dims.moe_ffn,
         gated=dims.activation == "swiglu",
     )
-    return "-".join(map(str, stages_by_cost(shape, run.degrees.pp, run.degrees.padded_vocab)))
+    return stages_by_cost(shape, run.layout.pp, run.software.padded_vocab)

@@ -27,7 +27,7 @@ def saves_where_tight(run: Run) -> bool:
 
 def run_job(run: Run) -> FrameworkJob:
     """The job of a run."""
-    by, precision, software = run.degrees, run.precision, run.software
+    by, precision, software = run.layout, run.precision, run.software
     return FrameworkJob(
         framework=software.framework,
         year=software.year,
@@ -36,11 +36,11 @@ def run_job(run: Run) -> FrameworkJob:
         recipe=precision.recipe,
         gradients=precision.grads,
         zero=by.zero,
-        sharding=by.sharding,
-        dp=by.dp,
+        sharding=software.sharding,
+        dp=by.dp_on(run.machine.gpus),
         tp=by.tp,
         pp=by.pp,
-        sequence_parallel=by.sp,
+        sequence_parallel=by.sequence_parallel,
         scatters_messages=software.scatter_gather_p2p,
         compiled=software.compile,
         gpu=run.machine.gpu,
@@ -78,16 +78,16 @@ def gather_buffer_bytes(run: Run) -> int:
     inputs of column-parallel products and one for gradients of row-parallel ones
     (src/nanotron/parallel/utils.py, MemoryBuffer). Each holds a micro-batch in 16 bits.
     """
-    if not is_nanotron(run.software.framework) or run.degrees.tp == 1:
+    if not is_nanotron(run.software.framework) or run.layout.tp == 1:
         return 0
-    return 2 * 2 * run.degrees.micro_batch * run.dims.seq * run.dims.hidden
+    return 2 * 2 * run.layout.micro_batch * run.dims.seq * run.dims.hidden
 
 
 def bias_operations(run: Run) -> int:
     """Operations of the host for the biases of a rank's experts, in forward and backward: a product,
     a sum and four operations of their gradients for each (megatron-core's TEGroupedMLP._apply_bias).
     """
-    local = run.dims.experts // run.degrees.ep if run.dims.expert_bias else 0
+    local = run.dims.experts // run.layout.ep if run.dims.expert_bias else 0
     return 6 * local
 
 
@@ -96,7 +96,7 @@ def offloads_where_tight(run: Run) -> bool:
     NVIDIA's recipes with Megatron-FSDP do. Tables do not print it. Source: Megatron-Bridge,
     scripts/performance/configs, cpu_offloading_num_layers: 5 to 40 of 80 layers of Llama 3 70B.
     """
-    return is_nvidia(run.software.framework) and run.degrees.sharding in ("fsdp", "hsdp")
+    return is_nvidia(run.software.framework) and run.software.sharding in ("fsdp", "hsdp")
 
 
 def offloaded(run: Run, prediction: RunPrediction) -> RunPrediction:

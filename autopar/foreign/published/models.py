@@ -33,7 +33,7 @@ def spec_of_run(run: Run, layers: int | None = None) -> NativeSpec:
     """The spec of the model of a run; `layers` as for `model_of`. It builds the model, makes
     example inputs, and counts parameters and model FLOPs.
     """
-    vocab, software = run.degrees.padded_vocab, run.software
+    vocab, software = run.software.padded_vocab, run.software
     config = run_config(run.dims, vocab, software.flash, software.dropout, layers)
     return NativeSpec.of(run.id, config)
 

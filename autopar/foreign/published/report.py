@@ -216,13 +216,15 @@ def run_layout_words(run: Run) -> str:
     """A layout in short form, such as `tp8 pp6 dp8 mb4 zero1 recompute full bf16`. Degrees of 1 are
     omitted.
     """
-    by = run.degrees
+    by = run.layout
     sizes = {name: getattr(by, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     words.append(f"mb{by.micro_batch}")
-    sharding = by.sharding if by.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"
+    sharding = (
+        run.software.sharding if run.software.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"
+    )
     words += [sharding] if by.zero else []
-    words += ["sp"] if by.sp else []
+    words += ["sp"] if by.sequence_parallel else []
     words += [f"recompute {by.recompute}"] if by.recompute != "none" else []
     return " ".join([*words, run.precision.matmul])
 

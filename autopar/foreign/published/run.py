@@ -5,13 +5,15 @@ Times are in seconds, memory in bytes, bandwidth in bytes per second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from autopar_cost_models import SCHEDULES
 from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
+from autopar.ir.layout import Layout
 from autopar.request.frameworks import SHARDINGS
 from autopar.request.pins import is_recompute
 
@@ -196,61 +198,6 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
-    """The layout of a run.
-
-    `vpp` counts virtual stages per pipeline rank; `sp` is sequence parallelism over tp. `dp` counts
-    all data-parallel ranks, including those of `ep`. `sharding` names what shards over
-    dp x cp: `zero` (DeepSpeed), `dist_optimizer` (Megatron), `fsdp`, or `hsdp`, which shards within
-    groups of `shard_group` ranks (None: all). `zero` is the equivalent ZeRO stage. `recompute` and
-    `schedule` are values of these pins; the planner has no price for `dual_pipe`. With
-    `embedding_as_layer`, stages were cut as if embedding and head were a layer each. `padded_vocab` is the allocated vocabulary.
-    """
-
-    tp: int
-    pp: int
-    vpp: int
-    dp: int
-    cp: int
-    ep: int
-    sp: bool
-    zero: int
-    sharding: str
-    shard_group: int | None
-    recompute: str
-    micro_batch: int
-    schedule: str
-    padded_vocab: int
-    embedding_as_layer: bool
-
-    def __post_init__(self) -> None:
-        _whole_fields(self, 1, "tp pp vpp dp cp ep micro_batch padded_vocab")
-        _one_of("sharding", self.sharding, SHARDINGS)
-        if not is_recompute(self.recompute):
-            raise AutoparError(f"recompute={shown(self.recompute)} is not known; see the pin")
-        _one_of("schedule", self.schedule, _SCHEDULES)
-        if self.zero not in (0, 1, 2, 3):
-            raise AutoparError(f"zero={shown(self.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
-        if self.vpp > 1 and self.pp == 1:
-            raise AutoparError(f"vpp={self.vpp} without a pipeline: pp is 1")
-        if self.shard_group is not None:
-            _whole(1, shard_group=self.shard_group)
-            if self.dp * self.cp % self.shard_group:
-                raise AutoparError(
-                    f"a sharding group of {self.shard_group} does not divide dp x cp = {self.dp * self.cp}"
-                )
-        if self.tp * self.dp * self.cp % self.ep:
-            raise AutoparError(
-                f"ep={self.ep} does not divide the {self.tp * self.dp * self.cp} ranks of tp x dp x cp"
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Number of GPUs that the degrees require."""
-        return self.tp * self.pp * self.cp * self.dp
-
-
-@dataclass(frozen=True, slots=True)
 class Precision:
     """The dtypes of a run.
 
@@ -280,6 +227,9 @@ class RunSoftware:
     with compute. `early_stop`, `late_gradients` and `fused_accumulation` are those of
     `autopar.Software`. `drops_tokens`: experts have a capacity. `deepep`: each token is sent once
     to each node and rank. `sequential_experts`: experts run without grouped products.
+    `sharding` names what shards over dp x cp: `zero` (DeepSpeed), `dist_optimizer` (Megatron),
+    `fsdp`, or `hsdp`, which shards within groups. With `embedding_as_layer`, stages were cut as if
+    embedding and head were a layer each. `padded_vocab` is the allocated vocabulary.
     """
 
     framework: str
@@ -292,6 +242,9 @@ class RunSoftware:
     dp_overlap: bool
     optimizer: str
     dropout: float
+    sharding: str
+    padded_vocab: int
+    embedding_as_layer: bool
     early_stop: bool = True
     late_gradients: bool = True
     fused_accumulation: bool = False
@@ -304,6 +257,8 @@ class RunSoftware:
 
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("sharding", self.sharding, SHARDINGS)
+        _whole(1, padded_vocab=self.padded_vocab)
         if not 0.0 <= self.dropout < 1.0:
             raise AutoparError(f"dropout={shown(self.dropout)} must be at least 0 and below 1")
 
@@ -348,10 +303,9 @@ class Run:
     source: str
     dims: Dims
     machine: Machine
-    degrees: Degrees
+    layout: Layout
     precision: Precision
     software: RunSoftware
-    global_batch: int
     measured: Measured = field(default_factory=Measured)
     complete: bool = True
     defaulted: tuple[str, ...] = ()
@@ -359,12 +313,22 @@ class Run:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        _whole(1, global_batch=self.global_batch)
-        dims, by = self.dims, self.degrees
-        if by.ranks != self.machine.gpus:
-            product = f"tp={by.tp} x pp={by.pp} x cp={by.cp} x dp={by.dp}"
+        dims, by = self.dims, self.layout
+        dp = by.dp_on(self.machine.gpus)
+        if by.tp * by.pp * by.cp * dp != self.machine.gpus:
+            product = f"tp={by.tp} x pp={by.pp} x cp={by.cp} x dp={dp}"
+            ranks = by.tp * by.pp * by.cp * dp
+            raise AutoparError(f"{product} = {ranks} ranks, but there are {self.machine.gpus} GPUs")
+        _one_of("schedule", by.schedule, _SCHEDULES)
+        if not is_recompute(by.recompute):
+            raise AutoparError(f"recompute={shown(by.recompute)} is not known; see the pin")
+        if by.zero not in (0, 1, 2, 3):
+            raise AutoparError(f"zero={shown(by.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
+        if by.vpp > 1 and by.pp == 1:
+            raise AutoparError(f"vpp={by.vpp} without a pipeline: pp is 1")
+        if by.tp * dp * by.cp % by.ep:
             raise AutoparError(
-                f"{product} = {by.ranks} ranks, but there are {self.machine.gpus} GPUs"
+                f"ep={by.ep} does not divide the {by.tp * dp * by.cp} ranks of tp x dp x cp"
             )
         if dims.heads % by.tp:
             raise AutoparError(f"tp={by.tp} does not divide {dims.heads} attention heads")
@@ -374,18 +338,25 @@ class Run:
             raise AutoparError(
                 f"pp={by.pp} x vpp={by.vpp} is more stages than {dims.layers} layers, embedding and head fill"
             )
-        if by.padded_vocab < dims.vocab:
-            raise AutoparError(f"padded_vocab={by.padded_vocab} is below vocab={dims.vocab}")
-        rows = by.dp * by.micro_batch
+        if self.software.padded_vocab < dims.vocab:
+            raise AutoparError(
+                f"padded_vocab={self.software.padded_vocab} is below vocab={dims.vocab}"
+            )
+        rows = dp * by.micro_batch
         if self.global_batch % rows:
             raise AutoparError(
-                f"global batch {self.global_batch} is no multiple of dp={by.dp} x micro_batch={by.micro_batch} = {rows}"
+                f"global batch {self.global_batch} is no multiple of dp={dp} x micro_batch={by.micro_batch} = {rows}"
             )
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step."""
+        return self.layout.batch_on(self.machine.gpus)
 
     @property
     def num_microbatches(self) -> int:
         """Number of micro-batches of one data-parallel rank in a step."""
-        return self.global_batch // (self.degrees.dp * self.degrees.micro_batch)
+        return self.layout.micro_batches_on(self.machine.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +387,38 @@ class RunPrediction:
         if first_rank and self.first_rank_bytes is not None:
             size_bytes = self.first_rank_bytes
         return size_bytes - (self.outside_bytes if torch_alone else 0.0)
+
+
+def run_of_row(id: str, row: Mapping[str, Any], **more: Any) -> Run:
+    """The run of a row with all fields, in the words of its file. `more` are other fields of `Run`.
+    Raises AutoparError for a layout that contradicts itself.
+    """
+
+    def make(kind: type) -> Any:
+        return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
+
+    return Run(
+        id=id,
+        dims=make(Dims),
+        machine=make(Machine),
+        layout=_layout_of_row(row),
+        precision=make(Precision),
+        software=make(RunSoftware),
+        **more,
+    )
+
+
+def _layout_of_row(row: Mapping[str, Any]) -> Layout:
+    """The layout of a row. Groups of `shard_group` ranks that shard (HSDP) hold copies."""
+    same = "tp pp cp dp ep vpp micro_batch global_batch zero recompute schedule".split()
+    found = Layout(**{name: row[name] for name in same}, sequence_parallel=row["sp"])
+    ranks, group = row["dp"] * row["cp"], row["shard_group"]
+    if group is None:
+        return found
+    _whole(1, shard_group=group)
+    if ranks % group:
+        raise AutoparError(f"a sharding group of {group} does not divide dp x cp = {ranks}")
+    return replace(found, copies=ranks // group if row["sharding"] == "hsdp" else 1)
 
 
 Evaluate = Callable[[Run], RunPrediction]

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,10 @@ from autopar.foreign.published.options import (
     unknown_words,
 )
 from autopar.foreign.published.run import (
-    Degrees,
-    Dims,
     Latent,
-    Machine,
     Measured,
-    Precision,
     Run,
-    RunSoftware,
+    run_of_row,
 )
 
 REQUIRED_COLUMNS = (
@@ -158,19 +154,10 @@ def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
     ):
         raise AutoparError(f"extra_opts lacks {' and '.join(missing)} of a mixture of experts")
     row, filled = complete(stated)
-
-    def make(kind: type) -> Any:
-        return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
-
-    return Run(
-        id=name,
+    return run_of_row(
+        name,
+        row,
         source=cells.get("source", "").strip(),
-        dims=make(Dims),
-        machine=make(Machine),
-        degrees=make(Degrees),
-        precision=make(Precision),
-        software=make(RunSoftware),
-        global_batch=row["global_batch"],
         measured=_measured(cells, row),
         complete=scored and not ignored,  # what is not known may matter
         defaulted=filled,
@@ -269,20 +256,22 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     found: dict[tuple, Run] = {}
     for run in runs:
         for tp, pp, dp, micro_batch in layouts_out_of_memory(run.notes):
-            degrees: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch}
-            degrees |= {"vpp": 1, "schedule": "1f1b" if pp > 1 else "none"}
+            named: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch}
+            named |= {"vpp": 1, "schedule": "1f1b" if pp > 1 else "none", "copies": 1}
+            named["global_batch"] = run.global_batch // (dp * micro_batch) * dp * micro_batch
             label = f"{re.sub(r'-?tp[0-9].*$', '', run.id)}-tp{tp}pp{pp}dp{dp}-mb{micro_batch}-oom"
             try:
                 other = replace(
                     run,
                     id=label,
-                    degrees=replace(run.degrees, **degrees, shard_group=None),
-                    global_batch=run.global_batch // (dp * micro_batch) * dp * micro_batch,
+                    layout=replace(run.layout, **named),
                     measured=Measured(out_of_memory=True, parameters=run.measured.parameters),
                 )
             except AutoparError:
                 continue
-            found.setdefault((run.dims, run.machine, run.precision, tuple(degrees.items())), other)
+            found.setdefault(
+                (run.dims, run.machine, run.precision, (tp, pp, dp, micro_batch)), other
+            )
     return tuple(found.values())
 
 

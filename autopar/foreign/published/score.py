@@ -428,13 +428,13 @@ def score(results: Sequence[Scored], out_of_memory: Sequence[Scored] = ()) -> Sc
 # ------------------------------------------------------------------------------------------------------------------- selections
 
 SELECTIONS: dict[str, Callable[[Run], bool]] = {
-    "tp or pp > 1": lambda run: run.degrees.tp * run.degrees.pp > 1,
-    "FSDP or ZeRO-3": lambda run: run.degrees.zero == 3,
+    "tp or pp > 1": lambda run: run.layout.tp * run.layout.pp > 1,
+    "FSDP or ZeRO-3": lambda run: run.layout.zero == 3,
     "fp8 dense": lambda run: run.precision.matmul == "fp8" and not run.dims.experts,
     "MoE": lambda run: run.dims.experts > 0,
     "one layer": lambda run: run.dims.one_layer,
     "pipeline sweep (ALiBi, ZeRO-1, pp > 1)": lambda run: (
-        run.dims.positions == "alibi" and run.degrees.zero == 1 and run.degrees.pp > 1
+        run.dims.positions == "alibi" and run.layout.zero == 1 and run.layout.pp > 1
     ),
 }
 """Named sets of runs, each with its condition. The last is BigScience's sweep of layouts of a 176B
@@ -459,7 +459,7 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "generation": lambda run: DEVICES[device_of(run.machine.gpu)].generation,
     "model": lambda run: model_name(run.dims),
     "family": lambda run: "experts" if run.dims.experts else run.dims.family,
-    "tp": lambda run: f"tp = {run.degrees.tp}",
+    "tp": lambda run: f"tp = {run.layout.tp}",
 }
 
 

@@ -22,11 +22,11 @@ def _memory_gib(run: Run) -> float | None:
 
 _NUMBERS: dict[str, Callable[[Run], float | None]] = {
     "gpus": lambda run: run.machine.gpus,
-    "tp": lambda run: run.degrees.tp,
-    "pp": lambda run: run.degrees.pp,
-    "dp": lambda run: run.degrees.dp,
-    "ep": lambda run: run.degrees.ep,
-    "micro_batch": lambda run: run.degrees.micro_batch,
+    "tp": lambda run: run.layout.tp,
+    "pp": lambda run: run.layout.pp,
+    "dp": lambda run: run.layout.dp,
+    "ep": lambda run: run.layout.ep,
+    "micro_batch": lambda run: run.layout.micro_batch,
     "year": lambda run: run.software.year,
     "memory": _memory_gib,
 }

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.registry import TARGETS, target_of
-from autopar.foreign.job import Exported, Job, Layout
+from autopar.foreign.job import Exported, Job
 from autopar.foreign.limits.stage_cuts import even_stages
 from autopar.foreign.target import Target
 from autopar.foreign.verdicts import open_words
 from autopar.foreign.writers.from_plan import job_of_plan
 from autopar.foreign.writers.losses import lost
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import MeshShape
 from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan import Plan

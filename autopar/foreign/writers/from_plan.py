@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 
 from autopar.errors import AutoparError
-from autopar.foreign.job import Facts, Job, Layout
+from autopar.foreign.job import Facts, Job
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan import Plan

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.unmodelled import whole_job
-from autopar.foreign.job import Exported, Facts, Job, unlike
+from autopar.foreign.job import Exported, Facts, Job
 from autopar.foreign.target import SourceFile, Target
+from autopar.ir.layout import unlike
 from autopar.ir.model_shape import ModelShape
 
 _MODEL = "the model"

@@ -11,9 +11,10 @@ from autopar.foreign.frameworks.arguments import is_false, is_none, is_true
 from autopar.foreign.frameworks.torchtitan_options import MODE
 from autopar.foreign.frameworks.torchtitan_words import POLICY_CLASSES
 from autopar.foreign.frameworks.trainer_words import SCRIPT
-from autopar.foreign.job import Job, JobFile, Layout
+from autopar.foreign.job import Job, JobFile
 from autopar.foreign.target import NotExpressible, Target
 from autopar.foreign.texts.expansion import is_known, shown_value
+from autopar.ir.layout import Layout
 
 ENVIRONMENT = "env_"
 """What stands before the name of an environment variable among the options of a job."""

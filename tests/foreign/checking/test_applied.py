@@ -18,11 +18,11 @@ from autopar.foreign.checking.check import Answer, check_job
 from autopar.foreign.checking.pricing import JobSetting, job_setting
 from autopar.foreign.checking.written import has_verdict, written
 from autopar.foreign.frameworks.registry import read_job
-from autopar.foreign.job import Layout, unlike
 from autopar.foreign.target import NotExpressible
 from autopar.foreign.writers.applied import applied
 from autopar.foreign.writers.wording import OptionDifference, differences
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.layout import Layout, unlike
 from autopar.ir.mesh import MeshShape
 from autopar.request.arguments import parsed_cluster
 

@@ -18,13 +18,14 @@ from autopar.errors import AutoparError
 from autopar.foreign.checking.check import Answer, check_job
 from autopar.foreign.checking.measured import measured_step_s
 from autopar.foreign.checking.page import check_page
-from autopar.foreign.checking.pricing import layout_pins, mode_of
 from autopar.foreign.checking.report import answer_gap_words, fit_words
 from autopar.foreign.frameworks.registry import read_job
-from autopar.foreign.job import Job, Layout
+from autopar.foreign.job import Job
 from autopar.foreign.published.evaluate import case_of, price_run
 from autopar.foreign.writers.export import convert
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
+from autopar.request.pins import layout_pins, mode_of
 
 SCRIPT = """
 export CUDA_DEVICE_MAX_CONNECTIONS=1

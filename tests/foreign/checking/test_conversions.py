@@ -18,9 +18,10 @@ from support.effort import examples, slow_but
 from autopar.errors import AutoparError
 from autopar.foreign.checking.check import check_job
 from autopar.foreign.frameworks.registry import TARGETS, read_job
-from autopar.foreign.job import Exported, Facts, Job, Layout, unlike
+from autopar.foreign.job import Exported, Facts, Job
 from autopar.foreign.writers.export import convert
 from autopar.foreign.writers.from_plan import layout_of
+from autopar.ir.layout import Layout, unlike
 from autopar.ir.model_shape import ModelShape
 
 DENSE = ModelShape(layers=16, hidden=1024, heads=16, kv_heads=8, head_dim=64, ffn=4096, vocab=32000, gated=True)  # fmt: skip

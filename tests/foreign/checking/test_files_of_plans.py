@@ -16,11 +16,11 @@ from autopar.foreign.checking.searching import best_within, in_file
 from autopar.foreign.checking.written import written
 from autopar.foreign.frameworks.registry import read_job
 from autopar.foreign.frameworks.trainer_words import deepspeed_words
-from autopar.foreign.job import Layout
 from autopar.foreign.target import NotExpressible
 from autopar.foreign.writers.applied import applied
 from autopar.foreign.writers.wording import OptionDifference
 from autopar.ir.deadline import Deadline
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.request.arguments import parsed_cluster

@@ -16,10 +16,11 @@ from autopar.foreign.checking.page import check_page
 from autopar.foreign.checking.pricing import job_setting
 from autopar.foreign.checking.report import alone_words, check_data
 from autopar.foreign.frameworks.registry import target_of
-from autopar.foreign.job import Finding, Job, Layout, Unmodelled
+from autopar.foreign.job import Finding, Job, Unmodelled
 from autopar.foreign.verdicts import held_refusals, unlaid_experts
 from autopar.foreign.writers.export import convert
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 from autopar.request.arguments import parsed_cluster
 

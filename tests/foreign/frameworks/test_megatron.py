@@ -18,8 +18,9 @@ from autopar.foreign.frameworks.megatron_layout import (
     layout_text,
 )
 from autopar.foreign.frameworks.registry import MEGATRON, read_job
-from autopar.foreign.job import Facts, Finding, Job, Layout
+from autopar.foreign.job import Facts, Finding, Job
 from autopar.foreign.target import NotExpressible, SourceFile
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 SCRIPT = """#!/bin/bash

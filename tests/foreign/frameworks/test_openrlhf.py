@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from autopar.foreign.frameworks.openrlhf import OPENRLHF
 from autopar.foreign.frameworks.registry import TARGETS
-from autopar.foreign.job import Facts, Job, Layout
+from autopar.foreign.job import Facts, Job
 from autopar.foreign.target import NotExpressible, SourceFile
 from autopar.foreign.writers.wording import differences
+from autopar.ir.layout import Layout
 
 SFT = """set -x
 read -r -d '' training_commands <<EOF

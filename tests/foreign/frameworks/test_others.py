@@ -17,8 +17,9 @@ from autopar.foreign.frameworks.nanotron import NANOTRON
 from autopar.foreign.frameworks.registry import TARGETS, TORCHTITAN, read_job
 from autopar.foreign.frameworks.torchtitan_options import split_layers
 from autopar.foreign.frameworks.transformers import TRANSFORMERS
-from autopar.foreign.job import Facts, Job, Layout
+from autopar.foreign.job import Facts, Job
 from autopar.foreign.target import NotExpressible, SourceFile, Target
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 SHAPE = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True)

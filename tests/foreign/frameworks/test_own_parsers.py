@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.registry import TARGETS
-from autopar.foreign.job import Exported, Facts, Job, Layout
+from autopar.foreign.job import Exported, Facts, Job
 from autopar.foreign.target import NotExpressible
 from autopar.foreign.writers.own_parsers import PARSERS, disagreements
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 MODULES = {"accelerate": "accelerate", "transformers": "transformers", "deepspeed": "deepspeed"}

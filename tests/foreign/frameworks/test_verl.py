@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.registry import TARGETS, read_job
 from autopar.foreign.frameworks.verl import VERL
-from autopar.foreign.job import Job, Layout
+from autopar.foreign.job import Job
 from autopar.foreign.target import NotExpressible, SourceFile
 from autopar.foreign.writers.wording import differences
+from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 PPO = """set -x

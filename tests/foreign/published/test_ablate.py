@@ -87,8 +87,8 @@ MOSAIC = LLAMA | {
 }
 
 TOUCHES = {  # the values that differ, of any of these runs
-    "recomputation": {"run.degrees.recompute"},
-    "partial recomputation": {"run.degrees.recompute"},
+    "recomputation": {"run.layout.recompute"},
+    "partial recomputation": {"run.layout.recompute"},
     "early stop of recomputation": {"software.early_stop"},
     "pipeline bubble": set(),
     "scattered messages": {"software.scatters_messages"},
@@ -126,7 +126,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "fp8 gathers": {"software.fp8_gathers"},
     "fp8 scaling": {"software.fp8_scaling"},
     "head outside fp8": {"software.fp8_head"},
-    "vocabulary padding": {"run.degrees.padded_vocab"},
+    "vocabulary padding": {"run.software.padded_vocab"},
     "DeepSpeed's passes": {"software.deepspeed_passes"},
     "dropout": {"run.software.dropout"},
     "dispatch beside compute": {"software.dispatch_overlap"},
@@ -219,7 +219,7 @@ def test_a_pipeline_without_its_bubble_and_a_step_without_recomputation(runs):
         BY_NAME["pipeline bubble"].predict(run, whole).step_time_s
         == whole.step_time_s - whole.breakdown["bubble"]
     )
-    kept = evaluate(replace(run, degrees=replace(run.degrees, recompute="none")))
+    kept = evaluate(replace(run, layout=replace(run.layout, recompute="none")))
     assert BY_NAME["recomputation"].predict(run, whole) == kept
     assert kept.step_time_s < whole.step_time_s
     assert (

@@ -26,7 +26,7 @@ def invented(run: Run) -> RunPrediction:
         raise KeyError("a defect")
     if run.id == "endless":
         return RunPrediction(nan, 1.0)
-    return RunPrediction(2.0 * run.degrees.tp, 1e9, {"forward": 1.0, "backward": 1.0})
+    return RunPrediction(2.0 * run.layout.tp, 1e9, {"forward": 1.0, "backward": 1.0})
 
 
 @pytest.fixture

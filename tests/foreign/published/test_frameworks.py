@@ -9,7 +9,7 @@ from autopar_cost_models import DEVICES, memory_time_s
 from support.published_rows import GPT, MOE, write
 
 from autopar.annotate.kernels import kernels_of
-from autopar.foreign.published.evaluate import case_of, evaluate, price_run, stages_pin
+from autopar.foreign.published.evaluate import case_of, evaluate, price_run, stages_of_run
 from autopar.foreign.published.frameworks import (
     bias_operations,
     offloaded,
@@ -205,7 +205,7 @@ def test_nanotron_cuts_by_the_cost_of_products(tmp_path, pp, sizes):
     """The head costs as much as 4 of the 16 layers."""
     row = GPT | NANOTRON | {"gpus": "8", "pp": str(pp), "dp": str(8 // pp)}
     (run,), problems = read_runs(write(tmp_path, row))
-    assert not problems and stages_pin(run) == sizes
+    assert not problems and "-".join(map(str, stages_of_run(run))) == sizes
 
 
 def test_nanotron_prints_what_torch_allocates(tmp_path):
@@ -246,8 +246,7 @@ def test_nanotron_gathers_in_buffers_of_its_own(tmp_path):
     assert not problems
     assert case_of(run).software.workspace_bytes == 2 * 2 * (2 * 4096 * 2048)
     assert (
-        case_of(replace(run, degrees=replace(run.degrees, tp=1, dp=8))).software.workspace_bytes
-        == 0
+        case_of(replace(run, layout=replace(run.layout, tp=1, dp=8))).software.workspace_bytes == 0
     )
 
 

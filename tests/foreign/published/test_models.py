@@ -119,7 +119,7 @@ def test_the_count_of_parameters_is_the_modules(tmp_path, row, options):
     )
     run = one(tmp_path, row | changes)
     spec = spec_of_run(run)
-    assert replace(run.dims, vocab=run.degrees.padded_vocab).parameters == spec.num_parameters()
+    assert replace(run.dims, vocab=run.software.padded_vocab).parameters == spec.num_parameters()
     model = model_of(run)
     assert model.training and all(parameter.is_meta for parameter in model.parameters())
     assert model(**spec.example_inputs(2, run.dims.seq)).shape == ()

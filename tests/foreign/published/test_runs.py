@@ -61,8 +61,17 @@ def test_a_row_becomes_a_run(read):
         run.machine.nic_Bps,
         run.machine.memory_bytes,
     ) == (16, 8, 25e9, 80 * 2**30)
-    by = run.degrees
-    assert (by.tp, by.pp, by.vpp, by.dp, by.zero, by.sharding, by.recompute, by.schedule) == (
+    by = run.layout
+    assert (
+        by.tp,
+        by.pp,
+        by.vpp,
+        by.dp,
+        by.zero,
+        run.software.sharding,
+        by.recompute,
+        by.schedule,
+    ) == (
         2,
         2,
         1,
@@ -112,8 +121,8 @@ def test_defaults_are_recorded_where_they_matter(read):
         "framework",
     } <= set(blank.defaulted)
     assert (
-        blank.degrees.dp,
-        blank.degrees.micro_batch,
+        blank.layout.dp,
+        blank.layout.micro_batch,
         blank.dims.ffn,
         blank.machine.gpus_per_node,
     ) == (4, 1, 256, 8)
@@ -139,7 +148,12 @@ def test_defaults_follow_framework_and_year(read):
         vpp="2",
         layers="4",
     )
-    assert (new.degrees.zero, new.degrees.sharding, new.degrees.recompute, new.degrees.sp) == (
+    assert (
+        new.layout.zero,
+        new.software.sharding,
+        new.layout.recompute,
+        new.layout.sequence_parallel,
+    ) == (
         1,
         "dist_optimizer",
         "none",
@@ -151,18 +165,18 @@ def test_defaults_follow_framework_and_year(read):
         new.software.tp_overlap,
         new.software.pp_overlap,
     ) == (True, 0.0, True, True)
-    assert new.degrees.schedule == "interleaved_1f1b" and new.degrees.padded_vocab == 1024
+    assert new.layout.schedule == "interleaved_1f1b" and new.software.padded_vocab == 1024
     old = read(GPT, recompute="", zero_stage_or_fsdp="")
-    assert (old.degrees.recompute, old.degrees.zero, old.software.flash) == ("full", 0, False)
-    assert read(GPT, framework="deepspeed", zero_stage_or_fsdp="3").degrees.sharding == "zero"
-    assert read(LLAMA, recompute="selective").degrees.recompute == "op"
-    assert read(GPT, recompute="selective").degrees.recompute == "selective"
+    assert (old.layout.recompute, old.layout.zero, old.software.flash) == ("full", 0, False)
+    assert read(GPT, framework="deepspeed", zero_stage_or_fsdp="3").software.sharding == "zero"
+    assert read(LLAMA, recompute="selective").layout.recompute == "op"
+    assert read(GPT, recompute="selective").layout.recompute == "selective"
 
 
 def test_stages_may_count_the_embedding_as_a_layer(read):
-    assert read(GPT, layers="6", gpus="32", pp="4").degrees.embedding_as_layer
-    assert not read(GPT, layers="8", gpus="32", pp="4").degrees.embedding_as_layer
-    assert not read(GPT, layers="7", gpus="32", pp="4").degrees.embedding_as_layer
+    assert read(GPT, layers="6", gpus="32", pp="4").software.embedding_as_layer
+    assert not read(GPT, layers="8", gpus="32", pp="4").software.embedding_as_layer
+    assert not read(GPT, layers="7", gpus="32", pp="4").software.embedding_as_layer
 
 
 def test_tied_embeddings_by_family_or_by_size(read):
@@ -229,9 +243,7 @@ def test_options(read):
         "precision=FP9",
         "schedule=?",
     )
-    assert (
-        read(LLAMA, extra_opts="selective_AC=op", recompute="selective").degrees.recompute == "op"
-    )
+    assert read(LLAMA, extra_opts="selective_AC=op", recompute="selective").layout.recompute == "op"
     assert read(GPT, pp="1", dp="8", extra_opts="one_layer_fwd+bwd_only", layers="1").dims.one_layer
 
 
@@ -285,8 +297,8 @@ def test_what_a_column_says_besides_is_listed(read, cells, ignored):
 
 
 def test_sharding_within_a_node(read):
-    assert read(LLAMA, zero_stage_or_fsdp="hsdp").degrees.shard_group == 8
-    assert read(LLAMA, zero_stage_or_fsdp="hsdp(shard=4)").degrees.shard_group == 4
+    assert read(LLAMA, zero_stage_or_fsdp="hsdp").layout.shard_on(16) == 8
+    assert read(LLAMA, zero_stage_or_fsdp="hsdp(shard=4)").layout.shard_on(16) == 4
     assert "does not divide dp x cp = 16" in read(LLAMA, zero_stage_or_fsdp="hsdp(shard=5)")
 
 
@@ -320,7 +332,7 @@ def test_layouts_out_of_memory_in_notes(tmp_path):
         write(tmp_path, GPT | {"notes": notes}, GPT | {"id": "again", "notes": notes})
     )
     found = out_of_memory_layouts(runs)
-    layouts = [(by.tp, by.pp, by.dp, by.micro_batch) for by in (run.degrees for run in found)]
+    layouts = [(by.tp, by.pp, by.dp, by.micro_batch) for by in (run.layout for run in found)]
     assert layouts == [(4, 2, 2, 1), (4, 2, 2, 2), (1, 1, 16, 1)]
     assert all(run.measured.out_of_memory and run.measured.step_time_s is None for run in found)
     assert not any(run.measured.out_of_memory for run in runs)
@@ -387,7 +399,7 @@ def test_rows_that_repeat_or_overflow(tmp_path):
 def test_unknown_columns_and_missing_optional_columns(tmp_path):
     required = {key: GPT[key] for key in REQUIRED_COLUMNS}
     runs, problems = read_runs(write(tmp_path, required | {"weather": "rain"}))
-    assert not problems and runs[0].degrees.dp == 4 and runs[0].complete
+    assert not problems and runs[0].layout.dp == 4 and runs[0].complete
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,13 @@ def test_groups_share_model_cluster_dtype_and_nearly_the_batch(base):
     def other(**changes) -> Scored:
         return scored(replace(base, **changes), 1.0, 1.0)
 
-    near, far = other(global_batch=2048), other(global_batch=1024)
+    def of_batch(size: int) -> Scored:
+        return other(layout=replace(base.layout, global_batch=size))
+
+    near, far = of_batch(2048), of_batch(1024)
     shorter = other(dims=replace(base.dims, layers=2))
     smaller = other(machine=replace(base.machine, nic_Bps=1e9))
-    results = [other(global_batch=2016), near, far, shorter, smaller, scored(base, 1.0, None)]
+    results = [of_batch(2016), near, far, shorter, smaller, scored(base, 1.0, None)]
     assert comparable(results) == [[results[0], near]]
     assert comparable([near, far, near, far]) == [[far, far], [near, near]]
     assert comparable([]) == [] and comparable([near]) == []
@@ -135,8 +138,8 @@ def test_groups_share_model_cluster_dtype_and_nearly_the_batch(base):
 
 def test_ranking_compares_the_time_of_one_sequence(base):
     slow, fast = (
-        replace(base, id="slow", global_batch=2016),
-        replace(base, id="fast", global_batch=2048),
+        replace(base, id=name, layout=replace(base.layout, global_batch=size))
+        for name, size in (("slow", 2016), ("fast", 2048))
     )
     found = score([scored(slow, 100.0, 100.0), scored(fast, 101.0, 101.0)]).rank
     assert (found.spearman, found.regret, found.groups[0].ids) == (1.0, 0.0, ("slow", "fast"))
