@@ -1,4 +1,4 @@
-"""The dimensions of models, as jobs of other frameworks say them."""
+"""The shape of a model, and the reference model of a shape."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from autopar.errors import AutoparError
 from autopar.ir.model_shape import ModelShape
 from autopar.models.base import ModelSpec, NativeSpec
 from autopar.models.configs import NativeConfig
 from autopar.models.gpt import GPTConfig
 from autopar.models.hf import HFSpec
 from autopar.models.llama import LlamaConfig
+from autopar.models.mla import MLADims
 from autopar.models.moe import MoEConfig
 
 
@@ -32,6 +34,79 @@ def shape_of_spec(spec: ModelSpec) -> ModelShape | None:
     if isinstance(spec, HFSpec):
         return _of_config(spec.config_dict)
     return None
+
+
+def spec_of_shape(name: str, shape: ModelShape, seq: int) -> NativeSpec:
+    """The spec of a reference model with these dimensions, for sequences of `seq` tokens. Raises
+    AutoparError if the shape lacks any, or if no reference model has them.
+    """
+    return NativeSpec.of(name, config_of_shape(shape.complete(), seq))
+
+
+def config_of_shape(
+    shape: ModelShape,
+    seq: int,
+    vocab: int | None = None,
+    flash: bool = True,
+    dropout: float = 0.0,
+    layers: int | None = None,
+) -> NativeConfig:
+    """The configuration of the reference model with these dimensions, all of which are known.
+    `vocab` and `layers` replace those of the shape. Only gpt models have dropout, and attention as
+    separate ops if not `flash`. Raises AutoparError for a gpt model with a window in some layers
+    only.
+    """
+    layers = shape.layers if layers is None else layers
+    common: dict[str, Any] = {
+        "vocab": vocab or shape.vocab,
+        "hidden": shape.hidden,
+        "layers": layers,
+        "heads": shape.heads,
+        "max_seq": seq,
+        "window": shape.window,
+        "tie_embeddings": shape.tied,
+    }
+    if shape.family == "gpt":
+        if shape.window_every > 1:
+            raise AutoparError("gpt models have the same window in every layer")
+        return GPTConfig(
+            **common,
+            ffn=shape.ffn,
+            dropout=dropout,
+            positions="none" if shape.positions == "rope" else shape.positions,
+            parallel_block=shape.parallel_block,
+            activation=shape.activation,
+            fused_attention=flash,
+        )
+    attention: dict[str, Any] = {
+        "kv_heads": shape.kv_heads,
+        "head_width": None if shape.latent else shape.head_dim,
+        "window_every": shape.window_every,
+    }
+    if shape.family == "llama":
+        return LlamaConfig(**common, **attention, ffn=shape.ffn, activation=shape.activation)
+    dense = min(shape.first_dense or _dense_layers(shape), layers - 1)
+    return MoEConfig(
+        **common,
+        **attention,
+        ffn=shape.moe_ffn,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        # a shared expert is as wide as a routed one
+        shared_ffn=-(-shape.shared_ffn // shape.moe_ffn) * shape.moe_ffn,
+        first_dense=0 if shape.expert_layers else dense,
+        expert_layers=shape.expert_layers,
+        dense_ffn=shape.ffn if dense else 0,
+        mla=MLADims(*shape.latent) if shape.latent else None,
+        mtp=shape.mtp,
+        router_aux_coef=0.0,  # a few numbers a token, and its gathering of all layers would keep depths from being alike
+    )
+
+
+def _dense_layers(shape: ModelShape) -> int:
+    """How many layers have no experts, where they alternate with others; one fewer if all have none."""
+    whole = (shape.expert_layers * shape.layers)[: shape.layers]
+    return min(whole.count("0"), max(shape.layers - 1, 0))
 
 
 def _of_native(config: NativeConfig) -> ModelShape:

@@ -27,8 +27,7 @@ if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.errors import AutoparError
-from autopar.foreign.published.evaluate import case_of, plan_freely, price_run
-from autopar.foreign.published.models import spec_of_run
+from autopar.foreign.published.evaluate import case_of, plan_freely, price_run, spec_of_run
 from autopar.foreign.published.run import Run, RunPrediction
 from autopar.foreign.published.runs import read_runs
 from autopar.ir.plan import Plan
@@ -77,12 +76,12 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
     try:
         case = case_of(run)
         pinned = price_run(case)
-        if run.dims.one_layer:
+        if run.one_layer:
             raise AutoparError("it timed one layer alone, for which nothing can be planned")
         memory_bytes = max(case.cluster.device.memory_bytes, ceil(ROOM * pinned.peak_memory_bytes))
         task = (
             replace(spec_of_run(run), name=""),
-            run.dims.seq,
+            run.seq,
             run.global_batch,
             case.cluster,
             case.software,

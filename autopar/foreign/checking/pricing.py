@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -19,11 +19,9 @@ from autopar.foreign.published.evaluate import (
     case_of,
 )
 from autopar.foreign.published.host import waiting_s
-from autopar.foreign.published.models import run_config
 from autopar.foreign.published.run import (
-    Dims,
-    Latent,
     Run,
+    row_of_shape,
     run_of_row,
 )
 from autopar.foreign.target import Target
@@ -32,9 +30,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.models.base import ModelSpec, NativeSpec
-from autopar.models.moe import MoEConfig
-from autopar.models.shapes import shape_of_spec
+from autopar.models.base import ModelSpec
+from autopar.models.shapes import shape_of_spec, spec_of_shape
 from autopar.request.options import TOLERANCE
 from autopar.request.pins import Pins, layout_pins
 from autopar.request.plan_request import PlanRequest
@@ -203,7 +200,9 @@ def job_setting(
         return replace(known, layout=replace(known.layout, vpp=vpp, stages=stages))
 
     known = replace(on_cluster(job), others=tuple(map(on_cluster, job.others)))
-    return JobSetting(known, target, cluster, spec or spec_of_shape(shape, length))
+    return JobSetting(
+        known, target, cluster, spec or spec_of_shape("the job's model", shape, length)
+    )
 
 
 def unlimited(cluster: ClusterSpec) -> ClusterSpec:
@@ -217,9 +216,9 @@ def run_of(setting: JobSetting, by: Layout) -> Run:
     """
     job, gpus = setting.job, setting.gpus
     facts, device = job.facts, setting.cluster.device
-    dims = dims_of(job.shape, setting.seq) if not job.shape.lacking else _stand_in(setting, by)
+    shape = job.shape if not job.shape.lacking else _stand_in(setting, by)
     topology = setting.cluster.topology
-    stated: dict[str, Any] = {f.name: getattr(dims, f.name) for f in fields(dims)}
+    stated = row_of_shape(shape.complete()) | {"seq": setting.seq}
     stated |= {
         "framework": setting.target.limits.software,
         "gpu": _known_gpu(setting.cluster),
@@ -287,80 +286,10 @@ def _sharding(by: Layout, target: Target) -> str:
     return "hsdp" if name == "fsdp" and by.copies > 1 else name
 
 
-def _stand_in(setting: JobSetting, by: Layout) -> Dims:
-    """Dimensions for the tables of predictions if those of the model are not known: only whether
-    fields apply depends on them.
+def _stand_in(setting: JobSetting, by: Layout) -> ModelShape:
+    """A shape for the tables of predictions if that of the model is not known: only whether fields
+    apply depends on it.
     """
     layers = max(setting.spec.num_layers, by.pp * by.vpp)
-    return Dims(
-        "llama",
-        layers,
-        64 * by.tp,
-        by.tp,
-        by.tp,
-        64,
-        256 * by.tp,
-        max(setting.spec.vocab, 1),
-        setting.seq,
-        False,
-        "rope",
-        "swiglu",
-    )
-
-
-def dims_of(shape: ModelShape, seq: int) -> Dims:
-    """The dimensions that predictions use, for sequences of `seq` tokens. Raises AutoparError if the
-    shape lacks any, or no reference model has them.
-    """
-    if shape.lacking:
-        raise AutoparError(
-            f"the model's {', '.join(shape.lacking)} cannot be determined: give --model, such as llama3-8b or hf:config.json"
-        )
-    plain = shape.heads * shape.head_dim == shape.hidden and shape.kv_heads in (0, shape.heads)
-    family = "moe" if shape.experts else "gpt" if plain and not shape.gated else "llama"
-    moe_ffn = shape.moe_ffn or shape.ffn
-    return Dims(
-        family=family,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads or shape.heads,
-        head_dim=shape.head_dim or shape.hidden // shape.heads,
-        ffn=shape.ffn or 4 * shape.hidden,
-        vocab=shape.vocab,
-        seq=seq,
-        tied_embeddings=shape.tied,
-        positions=shape.positions,
-        activation={"gpt": "gelu", "moe": "swiglu"}.get(
-            family, "swiglu" if shape.gated else "relu2"
-        ),
-        experts=shape.experts,
-        top_k=shape.top_k,
-        moe_ffn=moe_ffn if shape.experts else 0,
-        shared_experts=-(-shape.shared_ffn // moe_ffn) if shape.experts else 0,
-        first_dense=shape.first_dense or _dense_layers(shape),
-        mla=_latent(shape),
-        mtp=shape.mtp if shape.experts else 0,
-    )
-
-
-def _latent(shape: ModelShape) -> Latent | None:
-    if not shape.latent or not shape.experts:
-        return None
-    query, *rest = shape.latent
-    return Latent(query or shape.hidden, *rest)
-
-
-def spec_of_shape(shape: ModelShape, seq: int) -> NativeSpec:
-    """The spec of a reference model with these dimensions. Raises AutoparError as `dims_of`."""
-    config = run_config(dims_of(shape, seq))
-    if isinstance(config, MoEConfig) and shape.expert_layers:
-        config = replace(config, first_dense=0, expert_layers=shape.expert_layers)
-    return NativeSpec.of("the job's model", config)
-
-
-def _dense_layers(shape: ModelShape) -> int:
-    """How many layers have no experts, where they alternate with others; one fewer if all have none."""
-    bits = shape.expert_layers
-    whole = (bits * shape.layers)[: shape.layers]
-    return min(whole.count("0"), max(shape.layers - 1, 0))
+    vocab = max(setting.spec.vocab, 1)
+    return ModelShape(layers, 64 * by.tp, by.tp, by.tp, 64, 256 * by.tp, vocab, gated=True)

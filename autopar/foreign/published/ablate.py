@@ -128,11 +128,11 @@ def _device(**fields: Any) -> Callable[[PredictionInputs], PredictionInputs]:
 
 
 def _unpadded(run: Run) -> Run:
-    return _ran(padded_vocab=run.dims.vocab)(run)
+    return _ran(padded_vocab=run.shape.vocab)(run)
 
 
 def _all_keys(run: Run) -> Run:
-    return replace(run, dims=replace(run.dims, window=0, window_every=1))
+    return replace(run, shape=replace(run.shape, window=0, window_every=1))
 
 
 def _one_efficiency(constants: FittedConstants) -> FittedConstants:

@@ -9,14 +9,14 @@ defaults are those of the classes in `run.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.foreign.published.frameworks import by_framework
 from autopar.foreign.published.machines import memory_bytes_of, nic_Bps_of, nvlink_domain_of
 from autopar.foreign.published.options import Stated
-from autopar.foreign.published.run import Dims
+from autopar.foreign.published.run import shape_of_row
 from autopar.request.framework_names import (
     is_deepspeed,
     is_megatron,
@@ -100,7 +100,7 @@ def _ffn(row: Stated) -> int:
 
 def _head_dim(row: Stated) -> int:
     if row.get("mla"):
-        return row["mla"].plain_dim + row["mla"].rotary_dim
+        return sum(row["mla"][2:4])
     if row["hidden"] % row["heads"]:
         raise AutoparError(
             f"heads={row['heads']} does not divide hidden={row['hidden']}, and no head_dim is stated"
@@ -124,9 +124,9 @@ def _tied(row: Stated) -> bool:
     published = row.get("parameters")
     if not published:
         return habit
-    stated = {f.name: row[f.name] for f in fields(Dims) if f.name in row}
+    shape = shape_of_row(row | {"tied_embeddings": habit})
     miss = {
-        tied: abs(Dims(**stated | {"tied_embeddings": tied}).parameters / published - 1)
+        tied: abs(replace(shape, tied=tied).parameters(row["seq"]) / published - 1)
         for tied in (True, False)
     }
     return (not habit) if miss[habit] > TIED_TOLERANCE and miss[not habit] < miss[habit] else habit

@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar_cost_models import FITTED, SCHEDULES, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
+from torch import nn
 
 from autopar import api
 from autopar.annotate.buffers import outside_bytes
@@ -29,13 +30,12 @@ from autopar.foreign.published.frameworks import (
 )
 from autopar.foreign.published.host import waiting_s
 from autopar.foreign.published.machines import device_of, network_of
-from autopar.foreign.published.models import spec_of_run
 from autopar.foreign.published.run import Run, RunPrediction
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
+from autopar.models.shapes import config_of_shape
 from autopar.request.framework_names import is_nanotron
 from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
 from autopar.request.pins import Pins, layout_pins
@@ -103,7 +103,7 @@ def price_run(case: PredictionInputs) -> RunPrediction:
     lacking = [text.format(run=case.run) for text, applies in _UNSUPPORTED if applies(case.run)]
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
-    if case.run.dims.one_layer:
+    if case.run.one_layer:
         return _one_more(case)
     plan = _pinned(case)
     return _prediction(case, plan, _waiting_s(case, plan))
@@ -218,8 +218,27 @@ def _software(run: Run, generation: str) -> Software:
     return Software(compiled=run.software.compile, **found)
 
 
+def model_of(run: Run, layers: int | None = None) -> nn.Module:
+    """The model of a run with its true shapes, on the meta device in training mode, with fp32
+    parameters and the padded vocabulary.
+
+    `layers` shortens it; at least one routed layer remains. A `one_layer` run is a model of one
+    layer with embedding and head.
+    """
+    return spec_of_run(run, layers).build("meta")
+
+
+def spec_of_run(run: Run, layers: int | None = None) -> NativeSpec:
+    """The spec of the model of a run; `layers` as for `model_of`. It builds the model, makes
+    example inputs, and counts parameters and model FLOPs.
+    """
+    vocab, software = run.software.padded_vocab, run.software
+    config = config_of_shape(run.shape, run.seq, vocab, software.flash, software.dropout, layers)
+    return NativeSpec.of(run.id, config)
+
+
 def _traced(run: Run, layers: int | None = None) -> TracedModel:
-    return _traced_spec(replace(spec_of_run(run, layers), name=""), run.dims.seq)
+    return _traced_spec(replace(spec_of_run(run, layers), name=""), run.seq)
 
 
 @lru_cache(maxsize=64)
@@ -229,7 +248,7 @@ def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
 
 def _pins(run: Run) -> dict[str, Any]:
     layout = replace(run.layout, stages=stages_of_run(run))
-    return layout_pins(layout, run.machine.gpus, run.dims.layers)
+    return layout_pins(layout, run.machine.gpus, run.shape.layers)
 
 
 def stages_of_run(run: Run) -> tuple[int, ...]:
@@ -238,14 +257,4 @@ def stages_of_run(run: Run) -> tuple[int, ...]:
     """
     if not is_nanotron(run.software.framework) or run.layout.vpp > 1:
         return ()
-    dims = run.dims
-    shape = ModelShape(
-        layers=dims.layers,
-        hidden=dims.hidden,
-        heads=dims.heads,
-        ffn=dims.ffn,
-        vocab=dims.vocab,
-        moe_ffn=dims.moe_ffn,
-        gated=dims.activation == "swiglu",
-    )
-    return stages_by_cost(shape, run.layout.pp, run.software.padded_vocab)
+    return stages_by_cost(run.shape, run.layout.pp, run.software.padded_vocab)

@@ -44,11 +44,11 @@ def run_job(run: Run) -> FrameworkJob:
         scatters_messages=software.scatter_gather_p2p,
         compiled=software.compile,
         gpu=run.machine.gpu,
-        experts=run.dims.experts,
+        experts=run.shape.experts,
         drops_tokens=software.drops_tokens,
         dispatches_once=software.deepep,
         sequential_experts=software.sequential_experts,
-        expert_bias=run.dims.expert_bias,
+        expert_bias=run.shape.expert_bias,
     )
 
 
@@ -80,14 +80,14 @@ def gather_buffer_bytes(run: Run) -> int:
     """
     if not is_nanotron(run.software.framework) or run.layout.tp == 1:
         return 0
-    return 2 * 2 * run.layout.micro_batch * run.dims.seq * run.dims.hidden
+    return 2 * 2 * run.layout.micro_batch * run.seq * run.shape.hidden
 
 
 def bias_operations(run: Run) -> int:
     """Operations of the host for the biases of a rank's experts, in forward and backward: a product,
     a sum and four operations of their gradients for each (megatron-core's TEGroupedMLP._apply_bias).
     """
-    local = run.dims.experts // run.layout.ep if run.dims.expert_bias else 0
+    local = run.shape.experts // run.layout.ep if run.shape.expert_bias else 0
     return 6 * local
 
 
@@ -104,10 +104,10 @@ def offloaded(run: Run, prediction: RunPrediction) -> RunPrediction:
     but two. Transfers are taken to be hidden: NVLink-C2C has half the bandwidth of NVLink.
     """
     over = prediction.peak_memory_bytes - (run.machine.memory_bytes or inf)
-    layer_bytes = prediction.kept_bytes / run.dims.layers
+    layer_bytes = prediction.kept_bytes / run.shape.layers
     if over <= 0 or not layer_bytes:
         return prediction
-    moved = min(ceil(over / layer_bytes), run.dims.layers - 2)
+    moved = min(ceil(over / layer_bytes), run.shape.layers - 2)
     size_bytes = prediction.peak_memory_bytes - moved * layer_bytes
     return replace(prediction, peak_memory_bytes=size_bytes)
 

@@ -6,7 +6,7 @@ Times are in seconds, memory in bytes, bandwidth in bytes per second.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autopar_cost_models import SCHEDULES
@@ -14,13 +14,10 @@ from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.layout import Layout
+from autopar.ir.model_shape import ModelShape, check_known
 from autopar.request.frameworks import SHARDINGS
 from autopar.request.pins import is_recompute
 
-_FAMILIES = ("gpt", "llama", "moe")
-_POSITIONS = ("learned", "alibi", "rope", "none")
-_ACTIVATIONS = ("gelu", "relu2", "swiglu")
-FAMILY_ACTIVATIONS = {"gpt": ("gelu", "relu2"), "llama": ("swiglu", "relu2"), "moe": ("swiglu",)}
 _SCHEDULES = ("none", *SCHEDULES, "dual_pipe")
 _DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 RECIPES = ("", "delayed", "current", "tensorwise", "rowwise", "blockwise", "mx")
@@ -28,28 +25,16 @@ OPTIMIZERS = ("adam", "lamb", "sgd", "adafactor", "muon")
 MEMORY_SCOPES = ("", "allocated", "reserved", "device", "analytic")
 
 
-_MOST_LAYERS, _MOST_SIZE = 10_000, 10**12
-"""The largest number of layers, and the largest valid size of a model, machine or memory."""
-
-
-def _whole_fields(of: object, least: int, names: str) -> None:
-    _whole(least, **{name: getattr(of, name) for name in names.split()})
+_MOST_SIZE = 10**12
+"""The largest valid size of a machine or memory."""
 
 
 def _whole(least: int, **values: int) -> None:
     for name, value in values.items():
-        most = _MOST_LAYERS if name in ("layers", "mtp") else _MOST_SIZE
-        if not is_whole(value, least, most):
+        if not is_whole(value, least, _MOST_SIZE):
             raise AutoparError(
-                f"{name}={shown(value)} must be a whole number from {least} to {most:,}"
+                f"{name}={shown(value)} must be a whole number from {least} to {_MOST_SIZE:,}"
             )
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise AutoparError(
-            f"{name}={shown(value)} is not known; {', '.join(repr(k) for k in known)} are"
-        )
 
 
 def _quantity(name: str, value: float | None, zero: bool = False) -> None:
@@ -57,119 +42,6 @@ def _quantity(name: str, value: float | None, zero: bool = False) -> None:
         raise AutoparError(
             f"{name}={shown(value)} must be a finite number {'>= 0' if zero else '> 0'}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Sizes of DeepSeek's latent attention, as in `models.mla.MLADims`. The defaults are V3's
-    (arXiv:2412.19437, section 4.2).
-    """
-
-    query_rank: int = 1536
-    kv_rank: int = 512
-    plain_dim: int = 128
-    rotary_dim: int = 64
-    value_dim: int = 128
-
-    def __post_init__(self) -> None:
-        _whole(1, **asdict(self))
-
-
-@dataclass(frozen=True, slots=True)
-class Dims:
-    """The dimensions of the model.
-
-    `ffn` is the width of a dense MLP; `moe_ffn` is that of one expert, routed or shared. The first
-    `first_dense` layers of a `moe` model are dense. In every `window_every`-th layer a query sees
-    at most `window` keys (0: all). `expert_bias`: experts add
-    biases and clamp what they activate, as GPT-OSS's do. `mtp` counts extra layers that predict later tokens;
-    `parameters` does not include them. A `one_layer` run timed one layer alone, without embedding,
-    head or optimizer.
-    """
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    seq: int
-    tied_embeddings: bool
-    positions: str
-    activation: str
-    window: int = 0
-    window_every: int = 1
-    parallel_block: bool = False
-    experts: int = 0
-    top_k: int = 0
-    moe_ffn: int = 0
-    shared_experts: int = 0
-    first_dense: int = 0
-    expert_bias: bool = False
-    mla: Latent | None = None
-    mtp: int = 0
-    one_layer: bool = False
-
-    def __post_init__(self) -> None:
-        _one_of("model_family", self.family, _FAMILIES)
-        _one_of("positions", self.positions, _POSITIONS)
-        _one_of("activation", self.activation, _ACTIVATIONS)
-        _whole_fields(self, 1, "layers hidden heads kv_heads head_dim ffn vocab seq window_every")
-        _whole_fields(self, 0, "window experts top_k moe_ffn shared_experts first_dense mtp")
-        if self.heads % self.kv_heads:
-            raise AutoparError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
-        plain = self.heads * self.head_dim == self.hidden and self.kv_heads == self.heads
-        if self.family == "gpt" and not plain:
-            raise AutoparError(
-                f"a gpt model has heads x head_dim = hidden and a key and value for each head, not heads={self.heads} x "
-                f"head_dim={self.head_dim}, hidden={self.hidden}, kv_heads={self.kv_heads}; family llama has neither limit"
-            )
-        if self.family == "moe":
-            _whole(1, experts=self.experts, topk=self.top_k, moe_ffn=self.moe_ffn)
-            if self.top_k > self.experts:
-                raise AutoparError(f"topk={self.top_k} exceeds experts={self.experts}")
-            if self.first_dense >= self.layers:
-                raise AutoparError(
-                    f"first_dense={self.first_dense} must be below layers={self.layers}"
-                )
-        elif self.experts or self.mla is not None:
-            raise AutoparError(
-                f"experts and latent attention are for family moe, not {self.family}"
-            )
-        if self.activation not in FAMILY_ACTIVATIONS[self.family]:
-            raise AutoparError(
-                f"the planner has no {self.family} model with activation {self.activation}; it has "
-                f"{', '.join(FAMILY_ACTIVATIONS[self.family])}"
-            )
-
-    @property
-    def parameters(self) -> int:
-        """Number of scalars in the parameters of the model that `model_of` builds. Tied embeddings
-        count once.
-        """
-        h = self.hidden
-        total = self.vocab * h * (1 if self.tied_embeddings else 2)
-        if self.family == "gpt":
-            norms = 2 * h * (1 if self.parallel_block else 2)
-            layer = 4 * h * h + 4 * h + 2 * h * self.ffn + self.ffn + h + norms
-            positions = self.seq * h if self.positions == "learned" else 0
-            return total + self.layers * layer + 2 * h + positions
-        total += h + self.layers * (self._attention_parameters() + 2 * h)
-        dense = self.layers if self.family == "llama" else self.first_dense
-        products = 2 if self.activation == "relu2" else 3
-        routed = h * self.experts + 3 * h * self.moe_ffn * (self.experts + self.shared_experts)
-        return total + dense * products * h * self.ffn + (self.layers - dense) * routed
-
-    def _attention_parameters(self) -> int:
-        h, n = self.hidden, self.heads
-        if self.mla is None:
-            return 2 * h * n * self.head_dim + 2 * h * self.kv_heads * self.head_dim
-        m = self.mla
-        query = h * m.query_rank + m.query_rank + m.query_rank * n * (m.plain_dim + m.rotary_dim)
-        latent = h * (m.kv_rank + m.rotary_dim) + m.kv_rank
-        return query + latent + m.kv_rank * n * (m.plain_dim + m.value_dim) + n * m.value_dim * h
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +63,8 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.gpu.strip():
             raise AutoparError("gpu is blank")
-        _whole_fields(self, 1, "gpus gpus_per_node nvlink_domain")
+        names = ("gpus", "gpus_per_node", "nvlink_domain")
+        _whole(1, **{name: getattr(self, name) for name in names})
         _quantity("nic_Bps", self.nic_Bps)
         if self.memory_bytes is not None:
             _whole(1, memory_bytes=self.memory_bytes)
@@ -215,8 +88,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("matmul", "compute", "grads", "reduce"):
-            _one_of(f"dtype of {name}", getattr(self, name), _DTYPES)
-        _one_of("fp8 recipe", self.recipe, RECIPES)
+            check_known(f"dtype of {name}", getattr(self, name), _DTYPES)
+        check_known("fp8 recipe", self.recipe, RECIPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +129,8 @@ class RunSoftware:
     sequential_experts: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("sharding", self.sharding, SHARDINGS)
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
+        check_known("sharding", self.sharding, SHARDINGS)
         _whole(1, padded_vocab=self.padded_vocab)
         if not 0.0 <= self.dropout < 1.0:
             raise AutoparError(f"dropout={shown(self.dropout)} must be at least 0 and below 1")
@@ -282,7 +155,7 @@ class Measured:
     parameters: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("memory_scope", self.memory_scope, MEMORY_SCOPES)
+        check_known("memory_scope", self.memory_scope, MEMORY_SCOPES)
         for name in ("step_time_s", "memory_bytes", "parameters"):
             _quantity(name, getattr(self, name))
 
@@ -294,18 +167,21 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measured run. `complete`: the source printed everything that matters, and no option is
+    """One measured run, on sequences of `seq` tokens. A `one_layer` run timed one layer alone,
+    without embedding, head or optimizer. `complete`: the source printed everything that matters, and no option is
     unknown, so the run is scored. `defaulted` names unpublished fields that `defaults.DEFAULTS` filled in. `ignored`
     lists unknown options.
     """
 
     id: str
     source: str
-    dims: Dims
+    shape: ModelShape
+    seq: int
     machine: Machine
     layout: Layout
     precision: Precision
     software: RunSoftware
+    one_layer: bool = False
     measured: Measured = field(default_factory=Measured)
     complete: bool = True
     defaulted: tuple[str, ...] = ()
@@ -313,13 +189,15 @@ class Run:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        dims, by = self.dims, self.layout
+        self.shape.check()
+        _whole(1, seq=self.seq)
+        dims, by = self.shape, self.layout
         dp = by.dp_on(self.machine.gpus)
         if by.tp * by.pp * by.cp * dp != self.machine.gpus:
             product = f"tp={by.tp} x pp={by.pp} x cp={by.cp} x dp={dp}"
             ranks = by.tp * by.pp * by.cp * dp
             raise AutoparError(f"{product} = {ranks} ranks, but there are {self.machine.gpus} GPUs")
-        _one_of("schedule", by.schedule, _SCHEDULES)
+        check_known("schedule", by.schedule, _SCHEDULES)
         if not is_recompute(by.recompute):
             raise AutoparError(f"recompute={shown(by.recompute)} is not known; see the pin")
         if by.zero not in (0, 1, 2, 3):
@@ -399,13 +277,30 @@ def run_of_row(id: str, row: Mapping[str, Any], **more: Any) -> Run:
 
     return Run(
         id=id,
-        dims=make(Dims),
+        shape=shape_of_row(row),
+        seq=row["seq"],
+        one_layer=row.get("one_layer", False),
         machine=make(Machine),
         layout=_layout_of_row(row),
         precision=make(Precision),
         software=make(RunSoftware),
         **more,
     )
+
+
+def shape_of_row(row: Mapping[str, Any]) -> ModelShape:
+    """The shape of a row, in the words of its file."""
+    named = {f.name: row[f.name] for f in fields(ModelShape) if f.name in row}
+    shared = row.get("shared_experts", 0) * row.get("moe_ffn", 0)
+    named |= {"tied": row["tied_embeddings"], "gated": row["activation"] == "swiglu"}
+    return ModelShape(**named | {"shared_ffn": shared, "latent": row.get("mla", ())})
+
+
+def row_of_shape(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a row that state a complete shape: `shape_of_row` backwards."""
+    row = {f.name: getattr(shape, f.name) for f in fields(ModelShape)}
+    shared = -(-shape.shared_ffn // shape.moe_ffn) if shape.experts else 0
+    return row | {"tied_embeddings": shape.tied, "shared_experts": shared, "mla": shape.latent}
 
 
 def _layout_of_row(row: Mapping[str, Any]) -> Layout:

@@ -29,11 +29,11 @@ from autopar.foreign.published.options import (
     unknown_words,
 )
 from autopar.foreign.published.run import (
-    Latent,
     Measured,
     Run,
     run_of_row,
 )
+from autopar.ir.model_shape import V3_LATENT
 
 REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
@@ -181,7 +181,7 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
     stated |= read_recompute(cells.get("recompute", ""), options)
     stated |= {"family": cells["model_family"].strip().lower(), "gpu": cells["gpu"].strip()}
     if "mla" in stated:
-        stated["mla"] = Latent()
+        stated["mla"] = V3_LATENT
     if cells.get("framework", "").strip():
         stated["framework"] = cells["framework"].strip()
     for column, name in _INTEGERS.items():
@@ -270,7 +270,7 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
             except AutoparError:
                 continue
             found.setdefault(
-                (run.dims, run.machine, run.precision, (tp, pp, dp, micro_batch)), other
+                (run.shape, run.seq, run.machine, run.precision, (tp, pp, dp, micro_batch)), other
             )
     return tuple(found.values())
 

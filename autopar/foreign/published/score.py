@@ -28,7 +28,8 @@ from autopar.foreign.published.chances import (
     spread_of,
 )
 from autopar.foreign.published.machines import device_of
-from autopar.foreign.published.run import Dims, Run, RunPrediction
+from autopar.foreign.published.run import Run, RunPrediction
+from autopar.ir.model_shape import ModelShape
 from autopar.request.framework_names import framework_of
 
 WORST = 10
@@ -197,7 +198,7 @@ def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
         run = result.run
         if result.time_error is not None:
             framework = framework_of(run.software.framework)
-            key = (run.dims, run.machine, run.precision.matmul, framework)
+            key = (run.shape, run.seq, run.one_layer, run.machine, run.precision.matmul, framework)
             bins.setdefault(key, []).append(result)
     groups: list[list[Scored]] = []
     for members in bins.values():
@@ -215,10 +216,10 @@ def rank_group(group: Sequence[Scored]) -> Group:
     """The scores of one group from `comparable`."""
     predicted = [r.prediction.step_time_s / r.run.global_batch for r in group]
     measured = [(r.run.measured.step_time_s or nan) / r.run.global_batch for r in group]
-    run, dims = group[0].run, group[0].run.dims
+    run, dims = group[0].run, group[0].run.shape
     batches = sorted({r.run.global_batch for r in group})
     name = (
-        f"{dims.family} {dims.layers}x{dims.hidden}, {dims.heads} heads, seq {dims.seq}, {run.precision.matmul}, "
+        f"{dims.family} {dims.layers}x{dims.hidden}, {dims.heads} heads, seq {run.seq}, {run.precision.matmul}, "
         f"{run.machine.gpus} {run.machine.gpu}, batch {'-'.join(map(str, sorted({batches[0], batches[-1]})))}"
     )
     right, pairs = ordered_pairs(predicted, measured)
@@ -430,11 +431,11 @@ def score(results: Sequence[Scored], out_of_memory: Sequence[Scored] = ()) -> Sc
 SELECTIONS: dict[str, Callable[[Run], bool]] = {
     "tp or pp > 1": lambda run: run.layout.tp * run.layout.pp > 1,
     "FSDP or ZeRO-3": lambda run: run.layout.zero == 3,
-    "fp8 dense": lambda run: run.precision.matmul == "fp8" and not run.dims.experts,
-    "MoE": lambda run: run.dims.experts > 0,
-    "one layer": lambda run: run.dims.one_layer,
+    "fp8 dense": lambda run: run.precision.matmul == "fp8" and not run.shape.experts,
+    "MoE": lambda run: run.shape.experts > 0,
+    "one layer": lambda run: run.one_layer,
     "pipeline sweep (ALiBi, ZeRO-1, pp > 1)": lambda run: (
-        run.dims.positions == "alibi" and run.layout.zero == 1 and run.layout.pp > 1
+        run.shape.positions == "alibi" and run.layout.zero == 1 and run.layout.pp > 1
     ),
 }
 """Named sets of runs, each with its condition. The last is BigScience's sweep of layouts of a 176B
@@ -442,7 +443,7 @@ model.
 """
 
 
-def model_name(dims: Dims) -> str:
+def model_name(dims: ModelShape) -> str:
     """The model of a run by its widths. Depth and sequence do not count, so a model and its shorter
     proxies are one.
     """
@@ -457,8 +458,8 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "dtype": lambda run: run.precision.matmul,
     "framework": lambda run: framework_of(run.software.framework),
     "generation": lambda run: DEVICES[device_of(run.machine.gpu)].generation,
-    "model": lambda run: model_name(run.dims),
-    "family": lambda run: "experts" if run.dims.experts else run.dims.family,
+    "model": lambda run: model_name(run.shape),
+    "family": lambda run: "experts" if run.shape.experts else run.shape.family,
     "tp": lambda run: f"tp = {run.layout.tp}",
 }
 

@@ -121,7 +121,7 @@ TOUCHES = {  # the values that differ, of any of these runs
     "power limit": {"software.fitted.power_exponent", "cluster.device.flops", "cluster.device.efficiency"},
     "attention kernel": {"software.attention_kernel"},
     "attention written out": {"run.software.flash"},
-    "sliding windows": {"run.dims.window", "run.dims.window_every"},
+    "sliding windows": {"run.shape.window", "run.shape.window_every"},
     "fp8": {"software.matmul_dtype"},
     "fp8 gathers": {"software.fp8_gathers"},
     "fp8 scaling": {"software.fp8_scaling"},

@@ -66,7 +66,7 @@ def test_a_file_of_layouts_is_one_of_runs(tmp_path):
     )
     assert [run.measured.out_of_memory for run in runs] == [True, False]
     first = runs[0]
-    assert (first.dims.layers, first.dims.tied_embeddings, first.layout.pp) == (16, True, 2)
+    assert (first.shape.layers, first.shape.tied, first.layout.pp) == (16, True, 2)
     assert first.software.framework == "nanotron" and first.layout.micro_batch == 64
     assert len(problems) == 1 and "is not of the form" in problems[0].reason
 

@@ -104,7 +104,7 @@ OSS = MOE | {
 def test_recipes_for_experts_with_biases_take_the_plain_dispatcher(tmp_path, gpu, graphs):
     """Two of eight experts are on each of four ranks, with six operations each."""
     (run,), problems = read_runs(write(tmp_path, OSS | {"gpu": gpu}))
-    assert not problems and run.dims.expert_bias and bias_operations(run) == 12
+    assert not problems and run.shape.expert_bias and bias_operations(run) == 12
     found = fields_of(run_job(run))
     assert (found["expert_bias"], found.get("dispatch"), found.get("cuda_graphs")) == (
         True,
@@ -112,7 +112,7 @@ def test_recipes_for_experts_with_biases_take_the_plain_dispatcher(tmp_path, gpu
         graphs,
     )
     assert case_of(run).software.routing_operations == found["routing_operations"] + 12
-    plain = replace(run, dims=replace(run.dims, expert_bias=False))
+    plain = replace(run, shape=replace(run.shape, expert_bias=False))
     dispatch = fields_of(run_job(plain)).get("dispatch")
     assert dispatch == ("once" if gpu.startswith("H100") else None)
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.published_rows import GPT, LLAMA, MOE, write
 
-from autopar.foreign.published.models import model_of, run_config, spec_of_run
+from autopar.foreign.published.evaluate import model_of, spec_of_run
 from autopar.foreign.published.runs import read_runs
 from autopar.models.moe import MoE
+from autopar.models.shapes import config_of_shape
 
 OPTIONS = [
     (GPT, ""),
@@ -119,10 +120,13 @@ def test_the_count_of_parameters_is_the_modules(tmp_path, row, options):
     )
     run = one(tmp_path, row | changes)
     spec = spec_of_run(run)
-    assert replace(run.dims, vocab=run.software.padded_vocab).parameters == spec.num_parameters()
+    assert (
+        replace(run.shape, vocab=run.software.padded_vocab).parameters(run.seq)
+        == spec.num_parameters()
+    )
     model = model_of(run)
     assert model.training and all(parameter.is_meta for parameter in model.parameters())
-    assert model(**spec.example_inputs(2, run.dims.seq)).shape == ()
+    assert model(**spec.example_inputs(2, run.seq)).shape == ()
 
 
 @pytest.mark.parametrize(
@@ -151,10 +155,10 @@ def test_published_sizes(
         "kv_heads": kv_heads,
         "ffn_hidden": ffn,
     }
-    dims = one(
+    run = one(
         tmp_path, row | {"vocab": vocab, "seq": seq, "extra_opts": options, "params_b": billions}
-    ).dims
-    assert dims.parameters == pytest.approx(billions * 1e9, rel=0.01)
+    )
+    assert run.shape.parameters(run.seq) == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_depth_can_be_cut_and_a_routed_layer_remains(tmp_path):
@@ -188,6 +192,6 @@ def test_small_models_train(tmp_path):
 
 
 def test_gpt_windows_do_not_alternate(tmp_path):
-    dims = replace(one(tmp_path, GPT).dims, window=4, window_every=2)
+    dims = replace(one(tmp_path, GPT).shape, window=4, window_every=2)
     with pytest.raises(Exception, match="same window in every layer"):
-        run_config(dims)
+        config_of_shape(dims, 64)

@@ -24,8 +24,9 @@ from autopar.foreign.published.options import (
     read_options,
     read_sharding,
 )
-from autopar.foreign.published.run import Latent, Run
+from autopar.foreign.published.run import Run
 from autopar.foreign.published.runs import REQUIRED_COLUMNS, out_of_memory_layouts, read_runs
+from autopar.ir.model_shape import V3_LATENT
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_a_row_becomes_a_run(read):
         8,
         True,
     )
-    assert (run.dims.layers, run.dims.head_dim, run.dims.positions, run.dims.tied_embeddings) == (
+    assert (run.shape.layers, run.shape.head_dim, run.shape.positions, run.shape.tied) == (
         4,
         16,
         "learned",
@@ -123,7 +124,7 @@ def test_defaults_are_recorded_where_they_matter(read):
     assert (
         blank.layout.dp,
         blank.layout.micro_batch,
-        blank.dims.ffn,
+        blank.shape.ffn,
         blank.machine.gpus_per_node,
     ) == (4, 1, 256, 8)
 
@@ -180,27 +181,25 @@ def test_stages_may_count_the_embedding_as_a_layer(read):
 
 
 def test_tied_embeddings_by_family_or_by_size(read):
-    assert read(GPT).dims.tied_embeddings and not read(LLAMA).dims.tied_embeddings
+    assert read(GPT).shape.tied and not read(LLAMA).shape.tied
     untied = read(GPT, vocab="50000")
-    size = untied.dims.parameters + 50_000 * 64
-    assert not read(GPT, vocab="50000", params_b=str(size / 1e9)).dims.tied_embeddings
-    assert read(
-        GPT, vocab="50000", params_b=str(size / 1e9), extra_opts="tied_emb"
-    ).dims.tied_embeddings
+    size = untied.shape.parameters(untied.seq) + 50_000 * 64
+    assert not read(GPT, vocab="50000", params_b=str(size / 1e9)).shape.tied
+    assert read(GPT, vocab="50000", params_b=str(size / 1e9), extra_opts="tied_emb").shape.tied
 
 
 def test_mixture_of_experts_and_latent_attention(read):
-    dims = read(MOE).dims
+    dims = read(MOE).shape
     assert (
         dims.experts,
         dims.top_k,
         dims.moe_ffn,
-        dims.shared_experts,
+        dims.shared_ffn,
         dims.first_dense,
         dims.ffn,
-    ) == (8, 2, 24, 1, 1, 96)
-    latent = read(MOE, kv_heads="4", extra_opts=MOE["extra_opts"] + ";mla;mtp=1").dims
-    assert latent.mla == Latent() and latent.head_dim == 192 and latent.mtp == 1
+    ) == (8, 2, 24, 24, 1, 96)
+    latent = read(MOE, kv_heads="4", extra_opts=MOE["extra_opts"] + ";mla;mtp=1").shape
+    assert latent.latent == V3_LATENT and latent.head_dim == 192 and latent.mtp == 1
     assert "lacks experts and topk" in read(MOE, ep="1", extra_opts="")
     assert "ep=16 does not divide 8 experts" in read(MOE, ep="16")
 
@@ -212,10 +211,10 @@ def test_options(read):
         notes="squared-ReLU",
     )
     assert (
-        run.dims.parallel_block
-        and run.dims.window == 8
-        and run.dims.positions == "alibi"
-        and run.dims.activation == "relu2"
+        run.shape.parallel_block
+        and run.shape.window == 8
+        and run.shape.positions == "alibi"
+        and run.shape.activation == "relu2"
     )
     assert (
         run.software.optimizer == "lamb"
@@ -244,7 +243,7 @@ def test_options(read):
         "schedule=?",
     )
     assert read(LLAMA, extra_opts="selective_AC=op", recompute="selective").layout.recompute == "op"
-    assert read(GPT, pp="1", dp="8", extra_opts="one_layer_fwd+bwd_only", layers="1").dims.one_layer
+    assert read(GPT, pp="1", dp="8", extra_opts="one_layer_fwd+bwd_only", layers="1").one_layer
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_groups_share_model_cluster_dtype_and_nearly_the_batch(base):
         return other(layout=replace(base.layout, global_batch=size))
 
     near, far = of_batch(2048), of_batch(1024)
-    shorter = other(dims=replace(base.dims, layers=2))
+    shorter = other(shape=replace(base.shape, layers=2))
     smaller = other(machine=replace(base.machine, nic_Bps=1e9))
     results = [of_batch(2016), near, far, shorter, smaller, scored(base, 1.0, None)]
     assert comparable(results) == [[results[0], near]]
