@@ -27,9 +27,9 @@ from pathlib import Path
 from autopar.cli.session import Asked as Request
 from autopar.cli.session import Planner
 from autopar.errors import AutoparError
-from autopar.foreign.checking.pricing import unlimited
 from autopar.foreign.frameworks.registry import TARGETS
 from autopar.foreign.limits.frameworks import limits_of
+from autopar.foreign.pinned import unlimited
 from autopar.foreign.writers.export import exported_job
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan

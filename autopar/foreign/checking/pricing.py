@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd
 from typing import Any
 
 from autopar_cost_models import DEVICES
@@ -13,14 +13,15 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.foreign.frameworks.registry import target_of
 from autopar.foreign.job import Facts, Job
+from autopar.foreign.pinned import foreign_request, layout_request, price
 from autopar.foreign.published.defaults import complete
 from autopar.foreign.published.evaluate import (
-    UNLIMITED_BYTES,
     case_of,
 )
 from autopar.foreign.published.host import waiting_s
 from autopar.foreign.published.run import (
     Run,
+    row_of_layout,
     row_of_shape,
     run_of_row,
 )
@@ -33,7 +34,6 @@ from autopar.ir.traced import TracedModel
 from autopar.models.base import ModelSpec
 from autopar.models.shapes import shape_of_spec, spec_of_shape
 from autopar.request.options import TOLERANCE
-from autopar.request.pins import Pins, layout_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
 from autopar.request.software import SIXTEEN_BITS, Software
@@ -120,19 +120,17 @@ class JobSetting:
         """The plan with a layout, on devices with unlimited memory. Raises AutoparError if it cannot
         be priced.
         """
-        pins = layout_pins(layout, self.gpus, self.job.shape.layers)
-        key = tuple(pins.items()), layout.batch_on(self.gpus)
+        request = self.request_of(layout, self.cluster)
+        key = tuple(request.pin.items()), request.global_batch
         if key not in self._plans:
-            request = self.request_of(layout, unlimited(self.cluster))
-            # one or two candidates: helper processes would take longer to start than to search
-            self._plans[key] = api.plan_traced(self.traced, request, 60.0, processes=1)
+            self._plans[key] = price(self.traced, request)
         return self._plans[key]
 
     def with_host(self, plan: Plan) -> Plan:
         """A plan of this setting, whose step also has the time in which devices wait for the host,
         as `autopar predict` counts it. The search does not.
         """
-        request = self._request(Pins(), plan.global_batch, self.cluster)
+        request = self._request(self.cluster, plan.global_batch, {})
         waits_s = waiting_s(plan, self.traced, request)
         if not waits_s:
             return plan
@@ -152,8 +150,8 @@ class JobSetting:
 
     def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
         """The request for the plan with a layout on a cluster with as many devices."""
-        pins = layout_pins(layout, self.gpus, self.job.shape.layers)
-        return self._request(Pins.of(pins), layout.batch_on(self.gpus), cluster)
+        words = self.job.facts.precision, self.spec.name
+        return layout_request(layout, self.job.shape.layers, cluster, self.software, *words)
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
         """The simplest plan within a restriction that takes little more than the fastest, and leaves
@@ -161,15 +159,12 @@ class JobSetting:
         there is none.
         """
         batch = self.job.layout.batch_on(self.gpus)
-        request = self._request(Pins.of(self.held), batch, self.cluster.kept_free()).within(
-            restriction
-        )
+        request = self._request(self.cluster.kept_free(), batch, self.held).within(restriction)
         return api.plan_traced(self.traced, replace(request, tolerance=TOLERANCE), time_limit_s)
 
-    def _request(self, pin: Pins, batch: int, cluster: ClusterSpec) -> PlanRequest:
-        precision = self.job.facts.precision
-        name = self.spec.name
-        return PlanRequest(cluster, batch, pin, precision, False, name, software=self.software)
+    def _request(self, cluster: ClusterSpec, batch: int, pin: Mapping[str, Any]) -> PlanRequest:
+        words = self.job.facts.precision, self.spec.name
+        return foreign_request(cluster, batch, pin, self.software, *words)
 
 
 def job_setting(
@@ -205,11 +200,6 @@ def job_setting(
     )
 
 
-def unlimited(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with devices of unlimited memory."""
-    return replace(cluster, device=replace(cluster.device, memory_bytes=UNLIMITED_BYTES))
-
-
 def run_of(setting: JobSetting, by: Layout) -> Run:
     """A job with the layout `by` as a run of `autopar predict`. Raises AutoparError for a layout that
     no framework can start.
@@ -218,40 +208,24 @@ def run_of(setting: JobSetting, by: Layout) -> Run:
     facts, device = job.facts, setting.cluster.device
     shape = job.shape if not job.shape.lacking else _stand_in(setting, by)
     topology = setting.cluster.topology
-    stated = row_of_shape(shape.complete()) | {"seq": setting.seq}
-    stated |= {
+    machine = {
         "framework": setting.target.limits.software,
         "gpu": _known_gpu(setting.cluster),
         "gpus": gpus,
         "gpus_per_node": topology.devices_per_node,
+        "nvlink_domain": topology.devices_per_node,
+        "nic_Bps": topology.inter.bandwidth_Bps,
+        "memory_bytes": device.memory_bytes,
     }
-    stated |= {"nvlink_domain": topology.devices_per_node, "nic_Bps": topology.inter.bandwidth_Bps}
-    stated |= {"memory_bytes": device.memory_bytes}
-    stated |= {
-        "tp": by.tp,
-        "pp": by.pp,
-        "cp": by.cp,
-        "dp": by.dp_on(gpus),
-        "ep": gcd(by.ep, by.dp_on(gpus)),
-        "vpp": by.vpp,
-    }
-    stated |= {
-        "sp": by.sequence_parallel,
-        "zero": by.zero,
-        "micro_batch": by.micro_batch,
-        "global_batch": by.batch_on(gpus),
-    }
-    stated |= {"sharding": _sharding(by, setting.target), "shard_group": by.shard_on(gpus) or None}
-    stated |= {
-        "recompute": by.recompute,
-        "schedule": by.schedule,
+    software = {
+        "seq": setting.seq,
+        "sharding": _sharding(by, setting.target),
         "embedding_as_layer": False,
-    }
-    stated |= {
         "matmul": "fp8" if facts.fp8 else facts.precision,
         "compute": facts.precision,
         "recipe": facts.fp8,
     }
+    stated = row_of_shape(shape.complete()) | row_of_layout(by, gpus) | machine | software
     row, filled = complete(stated | _optional(facts))
     return run_of_row("job", row, source="", defaulted=filled)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from autopar import api
 from autopar.errors import AutoparError
-from autopar.foreign.checking.pricing import job_setting, unlimited
+from autopar.foreign.checking.pricing import job_setting
 from autopar.foreign.frameworks.registry import read_job
+from autopar.foreign.pinned import price, unlimited
 from autopar.foreign.published.host import waiting_s
 from autopar.foreign.verdicts import withheld
 from autopar.ir.cluster import ClusterSpec
@@ -20,8 +21,6 @@ from autopar.request.pins import Pins, pins_of
 from autopar.request.plan_request import PlanRequest, request_of
 from autopar.runtime.state.precision import captured_in
 from autopar.text.plan_words import named_cluster
-
-_TIME_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,7 @@ class WhatRan:
     def priced(self, cluster: ClusterSpec) -> Price:
         """Its price on a cluster of as many devices."""
         request = self.request(unlimited(cluster))
-        # one or two candidates: helper processes would take longer to start than to search
-        plan = api.plan_traced(self.traced, request, _TIME_LIMIT_S, processes=1)
+        plan = price(self.traced, request)
         return Price(plan, waiting_s(plan, self.traced, request))
 
 

@@ -19,6 +19,7 @@ from autopar import api
 from autopar.annotate.buffers import outside_bytes
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.foreign.limits.stage_cuts import stages_by_cost
+from autopar.foreign.pinned import foreign_request, layout_request, price
 from autopar.foreign.published.frameworks import (
     SAVING,
     bias_operations,
@@ -38,14 +39,8 @@ from autopar.models.base import NativeSpec
 from autopar.models.shapes import config_of_shape
 from autopar.request.framework_names import is_nanotron
 from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
-from autopar.request.pins import Pins, layout_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
-
-UNLIMITED_BYTES = 2**50
-"""Memory of the GPUs for which a run is planned: practically unlimited, so that layouts that do not
-fit are predicted too. The scores judge whether they fit.
-"""
 
 _ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients",
           "tp_overlap")  # fmt: skip
@@ -134,28 +129,25 @@ def plan_freely(case: PredictionInputs, memory_bytes: int, time_limit_s: float =
 
 def _pinned(case: PredictionInputs, layers: int | None = None) -> Plan:
     """The plan with the run's layout, for the run's number of layers or `layers`."""
-    # one or two candidates: helper processes would take longer to start than to search
-    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
-    return api.plan_traced(_traced(case.run, layers), request, processes=1)
+    return price(_traced(case.run, layers), pinned_request(case))
+
+
+def pinned_request(case: PredictionInputs) -> PlanRequest:
+    """The request for the plan with the run's layout."""
+    run = case.run
+    layout = replace(run.layout, stages=stages_of_run(run))
+    return layout_request(layout, run.shape.layers, case.cluster, case.software, "bf16", run.id)
 
 
 def _request(case: PredictionInputs, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:
     device = replace(case.cluster.device, memory_bytes=memory_bytes)
-    return PlanRequest(
-        replace(case.cluster, device=device),
-        case.run.global_batch,
-        Pins.of(pin),
-        precision="bf16",
-        runnable=False,
-        model_name=case.run.id,
-        software=case.software,
-    )
+    cluster = replace(case.cluster, device=device)
+    return foreign_request(cluster, case.run.global_batch, pin, case.software, name=case.run.id)
 
 
 def _waiting_s(case: PredictionInputs, plan: Plan) -> float:
     """Seconds of a step in which the devices of the pinned plan wait for the host."""
-    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
-    return waiting_s(plan, _traced(case.run), request)
+    return waiting_s(plan, _traced(case.run), pinned_request(case))
 
 
 def _prediction(case: PredictionInputs, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:
@@ -244,11 +236,6 @@ def _traced(run: Run, layers: int | None = None) -> TracedModel:
 @lru_cache(maxsize=64)
 def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
     return api.trace_spec(spec, seq)
-
-
-def _pins(run: Run) -> dict[str, Any]:
-    layout = replace(run.layout, stages=stages_of_run(run))
-    return layout_pins(layout, run.machine.gpus, run.shape.layers)
 
 
 def stages_of_run(run: Run) -> tuple[int, ...]:

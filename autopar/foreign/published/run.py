@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import gcd
 from typing import Any
 
 from autopar_cost_models import SCHEDULES
@@ -303,10 +304,13 @@ def row_of_shape(shape: ModelShape) -> dict[str, Any]:
     return row | {"tied_embeddings": shape.tied, "shared_experts": shared, "mla": shape.latent}
 
 
+_LAYOUT = "tp pp cp dp ep vpp micro_batch global_batch zero recompute schedule".split()
+"""Fields of a layout that rows have under the same name."""
+
+
 def _layout_of_row(row: Mapping[str, Any]) -> Layout:
     """The layout of a row. Groups of `shard_group` ranks that shard (HSDP) hold copies."""
-    same = "tp pp cp dp ep vpp micro_batch global_batch zero recompute schedule".split()
-    found = Layout(**{name: row[name] for name in same}, sequence_parallel=row["sp"])
+    found = Layout(**{name: row[name] for name in _LAYOUT}, sequence_parallel=row["sp"])
     ranks, group = row["dp"] * row["cp"], row["shard_group"]
     if group is None:
         return found
@@ -314,6 +318,14 @@ def _layout_of_row(row: Mapping[str, Any]) -> Layout:
     if ranks % group:
         raise AutoparError(f"a sharding group of {group} does not divide dp x cp = {ranks}")
     return replace(found, copies=ranks // group if row["sharding"] == "hsdp" else 1)
+
+
+def row_of_layout(layout: Layout, gpus: int) -> dict[str, Any]:
+    """The fields of a row that state a layout on `gpus` devices."""
+    row = {name: getattr(layout, name) for name in _LAYOUT}
+    dp = layout.dp_on(gpus)
+    row |= {"dp": dp, "ep": gcd(layout.ep, dp), "global_batch": layout.batch_on(gpus)}
+    return row | {"sp": layout.sequence_parallel, "shard_group": layout.shard_on(gpus) or None}
 
 
 Evaluate = Callable[[Run], RunPrediction]
