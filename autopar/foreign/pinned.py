@@ -41,13 +41,13 @@ def foreign_request(
 
 
 def layout_request(
-    layout: Layout, layers: int, cluster: ClusterSpec, software: Software, *words: str
+    layout: Layout, layers: int, cluster: ClusterSpec, software: Software, *words: str, **pins: Any
 ) -> PlanRequest:
     """The request for the plan with a layout, of a model with `layers` layers. `words` are precision
-    and name, as for `foreign_request`.
+    and name, as for `foreign_request`; `pins` are further ones.
     """
     gpus = cluster.num_devices
-    pin = layout_pins(layout, gpus, layers)
+    pin = layout_pins(layout, gpus, layers) | pins
     return foreign_request(cluster, layout.batch_on(gpus), pin, software, *words)
 
 

@@ -151,7 +151,19 @@ class JobSetting:
     def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
         """The request for the plan with a layout on a cluster with as many devices."""
         words = self.job.facts.precision, self.spec.name
-        return layout_request(layout, self.job.shape.layers, cluster, self.software, *words)
+        layers, pins = self.job.shape.layers, self._way_of(layout)
+        return layout_request(layout, layers, cluster, self.software, *words, **pins)
+
+    def _way_of(self, layout: Layout) -> dict[str, str]:
+        """The pin of the framework's own context parallelism, as in the search; {} without one, or if
+        heads that are repeated for it have no price.
+        """
+        shape = self.job.shape
+        method = self.target.limits.restriction(shape, self.seq).pin.get("context_method", "")
+        heads = shape.kv_heads or shape.heads
+        whole = heads and heads % (layout.tp * layout.cp) == 0
+        possible = layout.cp > 1 and (whole or method == "ring")
+        return {"context_method": method} if method and possible else {}
 
     def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
         """The simplest plan within a restriction that takes little more than the fastest, and leaves

@@ -18,11 +18,13 @@ from autopar.errors import AutoparError
 from autopar.foreign.checking.check import Answer, check_job
 from autopar.foreign.checking.measured import measured_step_s
 from autopar.foreign.checking.page import check_page
+from autopar.foreign.checking.pricing import job_setting
 from autopar.foreign.checking.report import answer_gap_words, fit_words
 from autopar.foreign.frameworks.registry import read_job
 from autopar.foreign.job import Job
 from autopar.foreign.published.evaluate import case_of, price_run
 from autopar.foreign.writers.export import convert
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 from autopar.request.pins import layout_pins, mode_of
@@ -331,3 +333,17 @@ def test_unknown_dimensions_are_an_error() -> None:
     assert "hidden, heads, vocab" in check_job(job, "h100:1").why_not
     with pytest.raises(AutoparError, match="is not known"):
         check_job(replace(job, framework="jax"), "h100:1")
+
+
+def test_a_job_has_the_context_parallelism_of_its_framework(tmp_path: Path) -> None:
+    """As the search within the framework has it, where the heads can be shared out."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(
+        '{"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 4, '
+        '"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
+    )
+    cluster, methods = ClusterSpec.parse("dgx-h100:1"), []
+    for model in ("llama3-8b", "llama:layers=2,hidden=192,heads=6,kv_heads=6,ffn=256,vocab=128"):
+        of = job_setting(read_job(file), cluster, model, 256)
+        methods.append(of.request_of(of.job.layout, cluster).pin.context_method)
+    assert methods == ["ulysses", None]
