@@ -200,9 +200,9 @@ class Planner:
 
     def _restriction(self, seq: int | None = None) -> Restriction:
         """What the command's target can run of the model."""
-        from autopar.targets.job import ModelShape
-        from autopar.targets.model_shape import shape_of_spec
-        from autopar.targets.registry import restriction_of
+        from autopar.foreign.limits.frameworks import restriction_of
+        from autopar.ir.model_shape import ModelShape
+        from autopar.models.shapes import shape_of_spec
 
         shape = shape_of_spec(self.spec) or ModelShape()
         return restriction_of(self.target or "", shape, seq or self.seq)
