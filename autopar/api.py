@@ -15,12 +15,15 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, NoPlanFits
+from autopar.foreign.limits.asked_software import software_like
+from autopar.foreign.limits.frameworks import restriction_of
 from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster, reading_note
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.rows import BatchDims, row_dims
+from autopar.models.shapes import shape_of_module
 from autopar.ops.work import tokens_per_row
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose, most_searches
@@ -46,9 +49,6 @@ from autopar.runtime.state.precision import (
     main_dtype,
     precision_note,
 )
-from autopar.targets.asked_software import software_like
-from autopar.targets.model_shape import shape_of_module
-from autopar.targets.registry import restriction_of
 from autopar.text.plan_words import cluster_of
 from autopar.trace.batches import (
     ExampleInputs,

@@ -27,12 +27,12 @@ from support.imports import (
 
 ROOMS = """
     autopar autopar.garbage autopar.errors autopar.files
-    autopar.models
     autopar.ir
+    autopar.models
     autopar.ops
     autopar.text
     autopar.request
-    autopar.targets
+    autopar.foreign.limits
     autopar.trace autopar.trace.fusion
     autopar.annotate
     autopar.solve.costs autopar.solve.integer_program autopar.solve.elimination autopar.solve.staging autopar.solve.bounds
@@ -45,9 +45,11 @@ ROOMS = """
     autopar.explaining
     autopar.api
     autopar.report
-    autopar.verify autopar.calibrate autopar.predict
-    autopar.jobs
-    autopar.refit
+    autopar.verify autopar.calibrate
+    autopar.foreign.texts autopar.foreign autopar.foreign.frameworks autopar.foreign.writers
+    autopar.foreign.published
+    autopar.foreign.checking
+    autopar.foreign.measured
     autopar.cli
     autopar.__main__
 """.split()
@@ -133,7 +135,15 @@ def test_torch_and_cost_models_stay_where_they_belong():
     }
     # of solve those may use the closed forms of pipeline schedules, which know times and no device
     known = {
-        f"autopar.ir.{name}" for name in ("cluster", "cluster_parts", "plan_checks", "plan_fields")
+        f"autopar.ir.{name}"
+        for name in (
+            "cluster",
+            "cluster_parts",
+            "layout",
+            "model_shape",
+            "plan_checks",
+            "plan_fields",
+        )
     }
     known |= {f"autopar.solve.{name}" for name in CLOSED_FORMS}
     assert (
@@ -141,6 +151,13 @@ def test_torch_and_cost_models_stay_where_they_belong():
     )
     kernels = {name for name in users_of("autopar_kernels") if name.startswith("autopar.")}
     assert kernels == in_rooms(kernels, "models", "ops", "trace", "rewrite"), kernels
+
+
+def test_planning_reads_no_foreign_files():
+    names = run(
+        "import sys, autopar.api; print(*(n for n in sys.modules if 'foreign' in n))"
+    ).split()
+    assert {name.split(".")[2] for name in names if name.count(".") > 1} == {"limits"}
 
 
 def test_no_test_module_imports_another():

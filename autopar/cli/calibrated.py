@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models.curves import best_rate
 
+from autopar.foreign.measured.fit import Refit
 from autopar.ir.cluster import ClusterSpec
-from autopar.refit.fit import Refit
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms
 

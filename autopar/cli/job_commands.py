@@ -13,7 +13,7 @@ from autopar.cli.terminal import progress, show
 from autopar.ir.deadline import Deadline
 
 if TYPE_CHECKING:
-    from autopar.targets.job import Exported
+    from autopar.foreign.job import Exported
 
 _NO_VERDICT = 3
 """The exit code of `check` if no verdict can be given."""
@@ -83,11 +83,11 @@ def check(
     drawn, page = Pictures.taken_from(pictures), None
     deadline = Deadline.after(time_limit_s)  # imports count
     with progress("reading") as tell:
-        from autopar.jobs.check import check_job
-        from autopar.jobs.measured import measured_step_s
-        from autopar.jobs.report import check_data, check_table
+        from autopar.foreign.checking.check import check_job
+        from autopar.foreign.checking.measured import measured_step_s
+        from autopar.foreign.checking.report import check_data, check_table
+        from autopar.foreign.frameworks.registry import read_job
         from autopar.request.arguments import parsed_cluster
-        from autopar.targets.registry import read_job
 
         job = read_job(file, framework, args or None)
         job = job.with_batches(micro_batch, global_batch)
@@ -97,7 +97,7 @@ def check(
         tell("pricing the job, and looking for better plans")
         answer = check_job(job, spec, model, seq, measured_s, deadline=deadline)
         if drawn.wanted:
-            from autopar.jobs.page import check_page
+            from autopar.foreign.checking.page import check_page
 
             tell("simulating the step")
             page = check_page(answer)
@@ -141,14 +141,14 @@ def export_command(
     `plan` is the path of a plan file. `target` is the name of the framework (None: that of the plan),
     `model` a MODEL text and `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
     """
+    from autopar.foreign.writers.export import exported_job
     from autopar.ir.plan import Plan
-    from autopar.jobs.export import exported_job
 
     job, written = exported_job(Plan.load(plan), target, model)
     _print(written, output)
     if not verify:
         return
-    from autopar.targets.own_parsers import disagreements
+    from autopar.foreign.writers.own_parsers import disagreements
 
     wrong = disagreements(written, job)
     for line in wrong or (f"{written.target} reads the layout of the plan",):
@@ -180,8 +180,8 @@ def convert_command(
     of the file (None: told by its form), and `output` a path to write to (None: stdout). The
     batches, in sequences, replace those of the file where they are given.
     """
-    from autopar.jobs.export import convert as converted
-    from autopar.targets.registry import read_job
+    from autopar.foreign.frameworks.registry import read_job
+    from autopar.foreign.writers.export import convert as converted
 
     job = read_job(file, framework, args or None).with_batches(micro_batch, global_batch)
     _print(converted(job, target), output)

@@ -230,7 +230,7 @@ def _like(name: str | None, parts: Software, cluster: str | None, *rest: Any) ->
     """`software_like` for the text of a cluster, or for None."""
     if name is None and rest[-1] is None:
         return parts
-    from autopar.targets.asked_software import software_like
+    from autopar.foreign.limits.asked_software import software_like
 
     return software_like(name, parts, ClusterSpec.parse(cluster) if cluster else None, *rest)
 

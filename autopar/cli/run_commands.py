@@ -18,8 +18,8 @@ from autopar.errors import AutoparError
 from autopar.request.pins import parse_pins
 
 if TYPE_CHECKING:
-    from autopar.predict.run import Run
-    from autopar.predict.runs import Problem
+    from autopar.foreign.published.run import Run
+    from autopar.foreign.published.runs import Problem
 
 
 @click.command("verify", cls=options.Command)
@@ -154,7 +154,7 @@ def predict(
         raise AutoparError(f"{asked[0]} and {asked[1]} are two reports: ask for one at a time")
     if not runs and not constants:
         raise click.UsageError("Missing argument 'RUNS.csv...'.")
-    from autopar.predict.subsets import pick_of
+    from autopar.foreign.published.subsets import pick_of
 
     pick = pick_of(only)
     if constants:
@@ -168,8 +168,8 @@ def predict(
 
 
 def _constants(as_json: bool) -> None:
-    from autopar.predict.constants import constants_json, constants_table
-    from autopar.predict.report import REPORT_WIDTH
+    from autopar.foreign.published.constants import constants_json, constants_table
+    from autopar.foreign.published.report import REPORT_WIDTH
 
     if as_json:
         click.echo(constants_json())
@@ -178,12 +178,14 @@ def _constants(as_json: bool) -> None:
 
 
 def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_json: bool) -> None:
-    from autopar.predict.command import predict_files
-    from autopar.predict.report import REPORT_WIDTH, report_json, report_table
-    from autopar.predict.run import RunPrediction
+    from autopar.foreign.published.command import predict_files
+    from autopar.foreign.published.report import REPORT_WIDTH, report_json, report_table
+    from autopar.foreign.published.run import RunPrediction
 
     def priced(run: Run) -> RunPrediction:
-        from autopar.predict.evaluate import evaluate  # loads torch, once the file has been read
+        from autopar.foreign.published.evaluate import (
+            evaluate,  # loads torch, once the file has been read
+        )
 
         return evaluate(run)
 
@@ -208,8 +210,8 @@ def _complete_runs(paths: Sequence[str], pick: Callable[[Run], bool]) -> list[Ru
     """The runs of CSV files that count in scores and that `pick` picks. Raises AutoparError if there
     is none.
     """
-    from autopar.predict.runs import read_files
-    from autopar.predict.subsets import picked
+    from autopar.foreign.published.runs import read_files
+    from autopar.foreign.published.subsets import picked
 
     every, problems = read_files(paths)
     runs = picked(every, pick, paths)
@@ -225,14 +227,14 @@ def _complete_runs(paths: Sequence[str], pick: Callable[[Run], bool]) -> list[Ru
 def _fit(
     paths: Sequence[str], pick: Callable[[Run], bool], leave_out: Sequence[str], as_json: bool
 ) -> None:
-    from autopar.predict.fit import fit_constants, sensitivities
-    from autopar.predict.fit_report import fit_json, fit_table
-    from autopar.predict.report import REPORT_WIDTH
-    from autopar.predict.score import GROUPINGS
+    from autopar.foreign.published.fit import fit_constants, sensitivities
+    from autopar.foreign.published.fit_report import fit_json, fit_table
+    from autopar.foreign.published.report import REPORT_WIDTH
+    from autopar.foreign.published.score import GROUPINGS
 
     runs = _complete_runs(paths, pick)
     with progress("predicting") as tell:
-        from autopar.predict.evaluate import evaluate
+        from autopar.foreign.published.evaluate import evaluate
 
         table = sensitivities(runs, evaluate, tell)
     fits = [fit_constants(table, by) for by in leave_out]
@@ -245,8 +247,8 @@ def _fit(
 
 
 def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) -> None:
-    from autopar.predict.fit_report import ablation_json, ablation_table
-    from autopar.predict.report import REPORT_WIDTH
+    from autopar.foreign.published.fit_report import ablation_json, ablation_table
+    from autopar.foreign.published.report import REPORT_WIDTH
 
     runs = [run for run in _complete_runs(paths, pick) if run.measured.step_time_s]
     if not runs:
@@ -254,7 +256,7 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
             f"no complete run of {', '.join(paths)} has a measured step time, without which nothing can be compared"
         )
     with progress("predicting") as tell:
-        from autopar.predict.ablate import ablate
+        from autopar.foreign.published.ablate import ablate
 
         found = ablate(runs, tell=tell)
     if as_json:
@@ -370,9 +372,9 @@ def _refit(
         from autopar.request.arguments import parsed_cluster
 
         spec = parsed_cluster(cluster).one_kind if cluster is not None else None
-        from autopar.refit.fit import refit
-        from autopar.refit.read_run import read_run
-        from autopar.refit.what_ran import job_file, saved_plan
+        from autopar.foreign.measured.fit import refit
+        from autopar.foreign.measured.read_run import read_run
+        from autopar.foreign.measured.what_ran import job_file, saved_plan
 
         measured = read_run(run)
         tell("pricing what ran, and fitting rates")

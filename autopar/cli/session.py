@@ -76,9 +76,9 @@ class Planner:
         self.searches = Searches(Deadline.after(asked.time_limit_s))
         self.notes = notes_on(asked.model, asked.cluster)
         self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
+        from autopar.foreign.limits.frameworks import limits_of
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest
-        from autopar.targets.registry import target_of
 
         self.spec = parse_model(asked.model)
         self.asked = asked = self._as_read(asked)
@@ -99,7 +99,7 @@ class Planner:
         self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
         if self.target:
-            target_of(self.target)  # an unknown target is an error at once
+            limits_of(self.target)  # an unknown target is an error at once
 
     def _default_precision(self) -> str:
         """The model's own, as for `autopar.plan`. Only a user's function makes models that are not
@@ -214,10 +214,10 @@ class Planner:
 
     def _restriction(self, seq: int | None = None) -> Restriction:
         """What the command's target can run of the model."""
+        from autopar.foreign.limits.frameworks import restriction_of
+        from autopar.ir.model_shape import ModelShape
+        from autopar.models.shapes import shape_of_spec
         from autopar.ops.work import tokens_per_row
-        from autopar.targets.job import ModelShape
-        from autopar.targets.model_shape import shape_of_spec
-        from autopar.targets.registry import restriction_of
 
         shape = shape_of_spec(self.spec) or ModelShape()
         return restriction_of(self.target or "", shape, tokens_per_row(self.traced(seq)))

@@ -11,6 +11,7 @@ from autopar.explaining.collective_counts import block_collectives
 from autopar.explaining.gains import gains, home
 from autopar.explaining.lints import lint
 from autopar.explaining.plan_report import BlockCounts
+from autopar.foreign.limits.asked_software import software_like
 from autopar.ir.cluster import Cluster
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
@@ -24,7 +25,6 @@ from autopar.request.arguments import check_again, check_arguments, parsed_clust
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, request_of
 from autopar.request.software import Software
-from autopar.targets.asked_software import software_like
 from autopar.text.plan_words import cluster_of
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from autopar_cost_models import OFFLOADS, SCHEDULES
@@ -17,6 +18,7 @@ from autopar_cost_models.checks import is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.fusion import AUTO, FUSE_MODES
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXES, MOST_DEVICES, MeshShape, groups_of
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
@@ -278,6 +280,43 @@ def pins_of(plan: Plan) -> dict[str, PinValue]:
         for key, value in choices_of(plan).items()
         if key != "recompute" or is_recompute(value)
     }
+
+
+def layout_pins(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
+    """The pins that fix a layout on `gpus` devices, for a model with `layers` layers."""
+    dp = layout.dp_on(gpus)
+    number = layout.micro_batches_on(gpus)
+    pin: dict[str, Any] = {
+        name: getattr(layout, name) for name in ("tp", "pp", "cp", "micro_batch")
+    }
+    # experts that are shared out over tp too are priced as split over it
+    pin |= {"dp": dp, "ep": gcd(layout.ep, dp), "recompute": mode_of(layout, layers)}
+    zero = layout.zero if dp * layout.cp > 1 else 0
+    pin |= {"zero": zero} | ({"shard": layout.shard_on(gpus)} if zero else {})
+    if layout.pp > 1:
+        # with fewer micro-batches than ranks, 1F1B runs all forwards first
+        early = layout.schedule == "1f1b" and number < layout.pp
+        stages = "-".join(map(str, layout.stages)) if layout.stages else EVEN
+        pin |= {
+            "vpp": layout.vpp,
+            "schedule": "gpipe" if early else layout.schedule,
+            "stages": stages,
+        }
+    pin |= {"sequence_parallel": layout.sequence_parallel} if layout.tp > 1 else {}
+    pin |= {"offload": layout.offload} if layout.offload != "none" else {}
+    return pin | ({"order": layout.order} if layout.order else {})
+
+
+def mode_of(layout: Layout, layers: int) -> str:
+    """The recompute mode that prices a layout: if only some layers of each stage are computed again,
+    the nearest `every-k`.
+    """
+    each = layers // (layout.pp * layout.vpp) if layers else 0
+    some = layout.recompute_layers
+    if layout.recompute != "full" or not some or some >= each:
+        return layout.recompute
+    every = max(1, round(each / some))
+    return f"every-{every}" if every > 1 else "full"
 
 
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:

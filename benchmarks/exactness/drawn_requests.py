@@ -165,7 +165,7 @@ class Draw:
         kind = self.random.random()
         if kind < 0.4:
             return self.random.choice(own_modules.TEXTS), None
-        if kind < 0.6:
+        if kind < 0.55:
             name = self.random.choice(tuple(CONFIGS))
             return text_of(name), SHORT.get(name, self.random.choice((8, 12, SEQ)))
         if kind < 0.97 or runs:
@@ -196,7 +196,7 @@ class Draw:
         if kind < 0.55:
             from autopar_cost_models import DEVICES
 
-            count = self.random.choice((1, 2, 4, 8))
+            count = self.random.choice((1, 2, 2, 4))
             return f"{self.random.choice(tuple(DEVICES))}:{count}", count
         if kind < 0.75:
             text = f"{self.random.choice(NODES)}:{self.random.choice((1, 2))}"
@@ -223,6 +223,9 @@ class Draw:
                 pin["dp"] = left
             if left > 1 and self.maybe(0.15):
                 pin["ep"] = self.random.choice(divisors(left))
+        if devices > 2 and self.maybe(0.9 if devices > 4 else 0.5):
+            pin.setdefault("pp", 1)  # a space without pipelines is searched in seconds
+            pin.setdefault("tp", 1 if devices > 8 else self.random.choice(divisors(devices)))
         if pin.get("pp", 1) > 1 and self.maybe(0.7):
             pin["schedule"] = self.random.choice(tuple(SCHEDULES))
             pin |= {"micro_batch": 1} if self.maybe(0.5) else {}

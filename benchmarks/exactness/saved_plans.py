@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,8 +47,8 @@ import autopar
 from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
+from autopar.foreign.writers.export import export
 from autopar.ir.plan import Plan
-from autopar.jobs.export import export
 from autopar.planning import planner
 from autopar.request.framework_names import TARGET_NAMES
 from autopar.verify.verify import relative_error, widened
@@ -57,6 +58,8 @@ from benchmarks.exactness.file_runs import run_file
 from benchmarks.snapshot import differences
 
 MOST_LINES = 6
+LONGEST_S = 150
+"""Seconds after which a request is given up, and not counted."""
 CLUSTER_FILE = """
 name: our lab
 device: {name: our GPU, flops: {bf16: 312TFLOPS, fp16: 312TFLOPS, fp32: 19.5e12}, memory_bytes: 40GiB, memory_bandwidth_Bps: 1.5TB/s}
@@ -224,6 +227,8 @@ def without(data: Mapping[str, Any], asked: Request) -> dict[str, Any]:
     data["notes"] = [note for note in notes if not note.startswith(("the model ", "target "))]
     if "tokens_per_s" in asked.options:  # which Python says as a deadline
         data.pop("notes")
+    elif "price" in asked.options:  # with which Python gives a cluster, and no text
+        data["notes"] = [note for note in data["notes"] if not note.startswith("cluster ")]
     made_for = dict(data.get("made_for", {}))
     made_for.pop("model", None)
     certificate = dict(data.get("certificate", {}))
@@ -231,6 +236,7 @@ def without(data: Mapping[str, Any], asked: Request) -> dict[str, Any]:
     if asked.options.get("runners_up") is False:
         certificate.pop("runners_up", None)
         certificate.pop("meshes", None)
+        certificate.pop("unlimited_s", None)
     report = dict(data.get("report", {}))
     report.pop("command", None)
     return data | {"made_for": made_for, "certificate": certificate, "report": report}
@@ -396,9 +402,30 @@ def run_request(asked: Request, outcome: Outcome, draw: Draw) -> None:
                 outcome.ran, outcome.error = run.status, run.error
                 if run.status != "exact":
                     outcome.found(f"a run is {run.status}", run.words, run.error)
+        except _TooLong:
+            outcome.kind = "given up"
         except Exception:
             outcome.kind = outcome.kind or "failed"
             outcome.found("an exception", traceback.format_exc()[-1500:])
+
+
+class _TooLong(BaseException):
+    """A request takes longer than `LONGEST_S`."""
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """A context that raises `_TooLong` after `seconds`."""
+
+    def end(*_: object) -> None:
+        raise _TooLong
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def summary(outcomes: list[Outcome]) -> str:
@@ -432,7 +459,8 @@ def main(arguments: list[str] | None = None) -> int:
             draw = Draw(f"{args.seed}-{number}", args.runs, str(file))
             asked, start = draw.request(), time.perf_counter()
             outcome = Outcome(number, args.seed, asked.line, repr(dict(asked.options)))
-            run_request(asked, outcome, draw)
+            with at_most(LONGEST_S):
+                run_request(asked, outcome, draw)
             outcome.time_s = time.perf_counter() - start
             outcomes.append(outcome)
             if args.output:

@@ -29,10 +29,10 @@ if not __package__:  # as a script
 
 from autopar import api
 from autopar.calibrate.cluster import calibrate
+from autopar.foreign.published.score import spearman
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.predict.score import spearman
 from autopar.request.software import Software
 from benchmarks.fidelity.measured_steps import cpu_name, versions
 

@@ -21,8 +21,10 @@ if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.errors import AutoparError
-from autopar.targets.job import Facts, Job, Layout, ModelShape
-from autopar.targets.registry import read_job
+from autopar.foreign.frameworks.registry import read_job
+from autopar.foreign.job import Facts, Job
+from autopar.ir.layout import Layout
+from autopar.ir.model_shape import ModelShape
 
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".toml", ".py", ".log")
 

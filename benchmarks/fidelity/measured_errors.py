@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from autopar.predict.command import predict_files
-from autopar.predict.evaluate import evaluate
-from autopar.predict.machines import device_of
-from autopar.predict.score import Scored, mape, mean
+from autopar.foreign.published.command import predict_files
+from autopar.foreign.published.evaluate import evaluate
+from autopar.foreign.published.machines import device_of
+from autopar.foreign.published.score import Scored, mape, mean
 from autopar.text.measured import ANY_LAYOUT, FILE, PLAN_KINDS, PublishedRun, plan_kind
 
 HEAD = """\
@@ -31,7 +31,7 @@ HEAD = """\
 def run_of(result: Scored, fitted: bool) -> PublishedRun:
     """What reports say of a run."""
     run = result.run
-    dims, by = run.dims, run.degrees
+    dims, by = run.shape, run.layout
     assert result.time_error is not None and run.measured.step_time_s is not None
     return PublishedRun(
         id=run.id,
@@ -39,7 +39,7 @@ def run_of(result: Scored, fitted: bool) -> PublishedRun:
         device=device_of(run.machine.gpu),
         devices=run.machine.gpus,
         experts=dims.experts,
-        seq=dims.seq,
+        seq=run.seq,
         tp=by.tp,
         pp=by.pp,
         cp=by.cp,
@@ -81,7 +81,7 @@ def main() -> int:
         runs += [
             run_of(result, fitted)
             for result in found.scored
-            if result.time_error is not None and not result.run.dims.one_layer
+            if result.time_error is not None and not result.run.one_layer
         ]
     data = {"kinds": kinds(runs), "runs": [run.as_data() for run in runs]}
     FILE.write_text(

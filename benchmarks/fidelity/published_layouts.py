@@ -27,11 +27,10 @@ if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.errors import AutoparError
+from autopar.foreign.published.evaluate import case_of, plan_freely, price_run, spec_of_run
+from autopar.foreign.published.run import Run, RunPrediction
+from autopar.foreign.published.runs import read_runs
 from autopar.ir.plan import Plan
-from autopar.predict.evaluate import case_of, plan_freely, price_run
-from autopar.predict.models import spec_of_run
-from autopar.predict.run import Run, RunPrediction
-from autopar.predict.runs import read_runs
 from autopar.text.plan_words import short_words
 from autopar.text.units import ms
 from benchmarks.fidelity.measured_steps import cpu_name, versions
@@ -77,12 +76,12 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
     try:
         case = case_of(run)
         pinned = price_run(case)
-        if run.dims.one_layer:
+        if run.one_layer:
             raise AutoparError("it timed one layer alone, for which nothing can be planned")
         memory_bytes = max(case.cluster.device.memory_bytes, ceil(ROOM * pinned.peak_memory_bytes))
         task = (
             replace(spec_of_run(run), name=""),
-            run.dims.seq,
+            run.seq,
             run.global_batch,
             case.cluster,
             case.software,
@@ -104,7 +103,7 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
 
 def layout(run: Run) -> str:
     """The layout of a run as text, such as `pp=12 dp=4 tp=8 x2 mb=1 ZeRO-1 full`."""
-    by = run.degrees
+    by = run.layout
     degrees = {"pp": by.pp, "dp": by.dp, "ep": by.ep, "cp": by.cp, "tp": by.tp}
     words = [f"{axis}={size}" for axis, size in degrees.items() if size > 1] or ["1 device"]
     words += [f"x{by.vpp}"] if by.vpp > 1 else []

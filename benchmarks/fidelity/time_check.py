@@ -24,9 +24,9 @@ if not __package__:  # as a script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.calibrate.cluster import calibrate
+from autopar.foreign.published.score import spearman
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.predict.score import spearman
 from benchmarks.fidelity.measured_steps import RANKS, SOFTWARE, cpu_name, measure, versions
 from benchmarks.tasks import Task
 

@@ -12,18 +12,18 @@ from typing import Any
 from autopar_cost_models import device
 
 from autopar import api
+from autopar.foreign.limits.frameworks import limits_of, restriction_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import AXES
+from autopar.ir.model_shape import ModelShape
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.models.shapes import shape_of_spec
 from autopar.planning.model_facts import divisors
 from autopar.request.options import TOLERANCE
 from autopar.request.pins import Pins, is_recompute, pin_text
 from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
-from autopar.targets.job import ModelShape
-from autopar.targets.model_shape import shape_of_spec
-from autopar.targets.registry import restriction_of, target_of
 
 MODELS = {
     "gpt2-small": 0.12, "gpt2-xl": 1.6, "llama3.2-1b": 1.2, "qwen2.5-0.5b": 0.5, "smollm2-1.7b": 1.7,
@@ -95,7 +95,7 @@ class Asked:
         if not self.target:
             return request
         generation = request.cluster.one_kind.device.generation
-        software = target_of(self.target).software_for(generation, compute=request.precision)
+        software = limits_of(self.target).software_for(generation, compute=request.precision)
         shape = shape_of_spec(parse_model(self.model)) or ModelShape()
         limits = restriction_of(self.target, shape, self.seq)
         return replace(request, software=software).within(limits)

@@ -27,11 +27,13 @@ from pathlib import Path
 from autopar.cli.session import Asked as Request
 from autopar.cli.session import Planner
 from autopar.errors import AutoparError
+from autopar.foreign.frameworks.registry import TARGETS
+from autopar.foreign.limits.frameworks import limits_of
+from autopar.foreign.pinned import unlimited
+from autopar.foreign.writers.export import exported_job
+from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.jobs.export import exported_job
-from autopar.jobs.pricing import layout_pins, unlimited
-from autopar.targets.job import Layout
-from autopar.targets.registry import TARGETS, target_of
+from autopar.request.pins import layout_pins
 from autopar.text.device_words import fullest_rank
 from autopar.text.plan_words import short_words
 from autopar.text.units import gib, ms
@@ -98,7 +100,7 @@ def planner_of(asked: Asked, name: str, time_limit_s: float) -> Planner:
         target=name,
     )
     planner = Planner(request, lambda text: None)
-    software = target_of(name).software_for(planner.cluster.one_kind.device.generation)
+    software = limits_of(name).software_for(planner.cluster.one_kind.device.generation)
     planner.request = replace(planner.request, software=software)
     return planner
 

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 SPREAD = 0.11
 """Standard deviation of log(needed / predicted memory). Fit: the maximum likelihood of which of the
-2,037 layouts of nanotron in the ultra-scale playbook ran (`predict/chances.py: fitted_outcomes`).
+2,037 layouts of nanotron in the ultra-scale playbook ran (`foreign/published/chances.py: fitted_outcomes`).
 6 % of them fail at any size, since some crashed for other reasons than memory.
 """
 

@@ -143,7 +143,7 @@ def engine_of():
     ("deep", b"[" * 10_000, "recursion|nested too deep|lacks the column"), ("number", b"9" * 5000, "digits|limit|lacks the column"),
 ])  # fmt: skip
 def test_files_that_hold_something_else(tmp_path, name, content, words):
-    from autopar.predict.runs import read_runs
+    from autopar.foreign.published.runs import read_runs
 
     path = tmp_path / f"{name}.json"
     path.write_bytes(content)

@@ -14,12 +14,12 @@ import autopar
 from autopar.cli.options import software_from
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
+from autopar.foreign.limits.asked_software import software_like
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import MadeFor
 from autopar.models import parse_model
 from autopar.request.software import Software
-from autopar.targets.asked_software import software_like
 from autopar.text.plan_words import named_cluster
 from autopar.text.training_words import training_of, training_words
 

@@ -9,11 +9,11 @@ from support.explain_tasks import task
 
 from autopar import api
 from autopar.explaining.gains import HOME, HOME_LEAST, LEAST, gains, home
+from autopar.foreign.limits.asked_software import software_like
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
-from autopar.targets.asked_software import software_like
 
 MODEL = "llama:layers=2,hidden=1024,heads=8,vocab=4096,seq=512"
 

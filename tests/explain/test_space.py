@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoLayout
+from autopar.foreign.limits.frameworks import restriction_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.models.shapes import shape_of_spec
 from autopar.planning.candidates import PP_INSIDE_DP, layouts_within
 from autopar.planning.outside import outside_of
 from autopar.planning.space import space_rules
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
-from autopar.targets.model_shape import shape_of_spec
-from autopar.targets.registry import restriction_of
 from benchmarks.search.printed_space import divisors, layouts
 
 Key = tuple[MeshShape, int, int, int]

@@ -22,7 +22,7 @@ from autopar.explaining.certificate import certificate_rows
 from autopar.explaining.found_plans import found_plans, why_lost
 from autopar.explaining.gains import gain_words
 from autopar.explaining.plan_report import choice_rows
-from autopar.jobs.report import check_data
+from autopar.foreign.checking.report import check_data
 from autopar.report.report import Report
 from autopar.request.pins import Pins
 from autopar.text.device_words import misfit_chance

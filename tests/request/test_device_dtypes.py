@@ -11,13 +11,14 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.foreign.frameworks.registry import TARGETS, target_of
+from autopar.foreign.limits.asked_software import software_like
+from autopar.foreign.limits.frameworks import restriction_of
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, choose_precision
-from autopar.targets.asked_software import software_like
-from autopar.targets.job import ModelShape
-from autopar.targets.registry import TARGETS, restriction_of, target_of
 
 LACKING = sorted(
     {(name, dtype) for name in DEVICES for dtype in PRECISIONS if dtype not in DEVICES[name].flops}

@@ -14,11 +14,11 @@ import autopar
 from autopar.cli.plan_commands import cli
 from autopar.cli.session import Asked
 from autopar.errors import AutoparError
+from autopar.foreign.frameworks.registry import TARGETS
 from autopar.planning.objectives import Goal
 from autopar.request.arguments import check_arguments
 from autopar.request.options import OPTIONS, PARTS
 from autopar.request.software import Software
-from autopar.targets.registry import TARGETS
 
 OBJECTS = {"model", "cluster", "example_inputs", "loss_fn", "traced", "progress", "batch_dims"}
 """Arguments of `autopar.plan` that are no options: what a text cannot say."""

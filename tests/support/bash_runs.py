@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.errors import AutoparError
-from autopar.targets.expansion import Script, is_known
-from autopar.targets.shell import read_script
-from autopar.targets.shell_words import CLOSE, OPEN
+from autopar.foreign.texts.expansion import Script, is_known
+from autopar.foreign.texts.shell import read_script
+from autopar.foreign.texts.shell_words import CLOSE, OPEN
 
 STUB = r"""torchrun() { { (($#)) && printf '%s\0' "$@"; printf '\1'; } >&9; }
 nproc() { echo 96; }

@@ -14,10 +14,11 @@ import sys
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
-from autopar.targets.job import Exported, Finding, Job, ModelShape
-from autopar.targets.own_parsers import PARSERS, parsed_by_framework
-from autopar.targets.registry import TARGETS
-from autopar.targets.target import SourceFile
+from autopar.foreign.frameworks.registry import TARGETS
+from autopar.foreign.job import Exported, Finding, Job
+from autopar.foreign.target import SourceFile
+from autopar.foreign.writers.own_parsers import PARSERS, parsed_by_framework
+from autopar.ir.model_shape import ModelShape
 
 SHAPE = ModelShape(8, 1024, 16, 8, 64, 2816, 32000, gated=True)
 

@@ -11,11 +11,11 @@ from autopar.cli.session import Asked, Planner
 from autopar.explaining.compare import compare
 from autopar.explaining.sweep import points_of, sweep
 from autopar.explaining.why_not import why_not
-from autopar.jobs.check import Answer, check_job
-from autopar.jobs.page import check_page
+from autopar.foreign.checking.check import Answer, check_job
+from autopar.foreign.checking.page import check_page
+from autopar.foreign.frameworks.registry import read_job
 from autopar.report.page import Page
 from autopar.report.question_pages import compare_page, sweep_page, why_not_page
-from autopar.targets.registry import read_job
 
 SMALL = "gpt:layers=4,hidden=256,heads=8,vocab=1024,seq=256"
 _JOB = """

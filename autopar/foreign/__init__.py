@@ -1,0 +1,1 @@
+"""Jobs of other frameworks: read, checked, written, and compared with what was measured."""

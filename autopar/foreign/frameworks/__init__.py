@@ -1,0 +1,1 @@
+"""Each framework: its options, how a job is read and written, and what it refuses."""

@@ -1,0 +1,109 @@
+"""Writes a job as a launch script of torchtitan."""
+
+from __future__ import annotations
+
+from autopar.foreign.frameworks.torchtitan_models import FLAVORS
+from autopar.foreign.frameworks.torchtitan_options import PARALLELISM, TRAINING, WRITTEN
+from autopar.foreign.job import Exported, Job
+from autopar.foreign.limits.stage_cuts import even_stages
+from autopar.foreign.target import NotExpressible, torchrun
+from autopar.ir.layout import Layout
+from autopar.ir.model_shape import ModelShape
+
+_POLICIES = {"none": "none", "full": "full", "op": "selective"}
+
+
+def torchtitan_flags(job: Job) -> dict[str, str]:
+    """The flags of a job, by name. Raises NotExpressible if torchtitan cannot run it."""
+    by, lacking = job.layout, []
+    if by.zero == 1:
+        lacking.append("ZeRO-1: the nearest is FSDP with fsdp_reshard_after_forward never (ZeRO-2)")
+    if by.recompute not in _POLICIES or by.recompute_layers:
+        lacking.append(f"recompute {by.recompute}: the nearest are selective by op, and full")
+    if by.schedule not in ("none", *WRITTEN):
+        lacking.append(f"schedule {by.schedule}: it has {', '.join(WRITTEN.values())}")
+    if by.order:
+        lacking.append(
+            f"the rank order {by.order}: it has tp, cp, shard, replicate, pp from the inside"
+        )
+    if by.offload == "optimizer":
+        lacking.append(
+            "the optimizer's state alone in host memory: the nearest is training.enable_cpu_offload"
+        )
+    if by.zero == 0 and by.cp > 1:
+        lacking.append("cp without FSDP")
+    if lacking:
+        raise NotExpressible(f"torchtitan cannot say {'; '.join(lacking)}")
+    dp = by.dp_on(job.gpus or by.tp * by.pp * by.cp)
+    batch = by.batch_on(job.gpus or by.tp * by.pp * by.cp)
+    replicas, shards = (by.copies, dp // by.copies) if by.zero else (dp, 1)
+    found = {
+        f"{PARALLELISM}data_parallel_replicate_degree": str(replicas),
+        f"{PARALLELISM}data_parallel_shard_degree": str(shards),
+    }
+    found |= {
+        f"{PARALLELISM}tensor_parallel_degree": str(by.tp),
+        f"{PARALLELISM}context_parallel_degree": str(by.cp),
+    }
+    found |= {
+        f"{PARALLELISM}pipeline_parallel_degree": str(by.pp),
+        f"{PARALLELISM}expert_parallel_degree": str(by.ep),
+    }
+    found |= (
+        {}
+        if by.sequence_parallel or by.tp == 1
+        else {f"{PARALLELISM}enable_sequence_parallel": "False"}
+    )
+    found[f"{PARALLELISM}fsdp_reshard_after_forward"] = "never" if by.zero == 2 else "always"
+    local = batch // dp if by.pp > 1 else by.micro_batch
+    found |= {f"{TRAINING}local_batch_size": str(local), f"{TRAINING}global_batch_size": str(batch)}
+    found |= {f"{TRAINING}seq_len": str(job.seq)} if job.seq else {}
+    if by.pp > 1:
+        found |= {
+            f"{PARALLELISM}pipeline_parallel_schedule": WRITTEN[by.schedule],
+            f"{PARALLELISM}pipeline_parallel_microbatch_size": str(by.micro_batch),
+        }
+        found |= _parts(by, job.shape)
+    if by.pp * by.ep > 1:
+        found[f"{TRAINING}disable_cuda_graphs"] = "True"
+    found["activation-checkpoint"] = _POLICIES[by.recompute]
+    found |= {f"{TRAINING}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
+    compiled = job.facts.compile
+    return found if compiled is None else found | {"compile.enable": str(compiled)}
+
+
+def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:
+    """The modules of each stage, if its layers are known."""
+    sizes = by.stages or even_stages(shape.layers, by.pp * by.vpp)
+    parts, at = list[str](), 0
+    for number, size in enumerate(sizes):
+        names = ["tok_embeddings"] if number == 0 else []
+        names += [f"layers.{layer}" for layer in range(at, at + size)]
+        names += ["norm", "lm_head"] if number == len(sizes) - 1 else []
+        parts.append(",".join(names))
+        at += size
+    return {f"{PARALLELISM}module_fqns_per_model_part": " ".join(parts)} if parts else {}
+
+
+def write_torchtitan(job: Job) -> Exported:
+    """A launch script of torchtitan 0.3. Raises NotExpressible if torchtitan cannot run the job."""
+    flags = torchtitan_flags(job)
+    policy = flags.pop("activation-checkpoint")
+    flavors = [name for name, shape in FLAVORS.items() if shape == job.shape]
+    name, size = flavors[0] if flavors else ("MODULE", "CONFIG")
+    config = f"{name}_{size}" if flavors else size
+    words = [f"--module {name}", f"--config {config}"]
+    # what is true by its presence has a form of its own
+    words += [f"--{n}" if v == "True" else f"--{_off(n)}" if v == "False" else f"--{n} {v}"
+              for n, v in flags.items()]  # fmt: skip
+    lines = [f"{torchrun(job)} -m torchtitan.train", *words, f"activation-checkpoint:{policy}"]
+    losses = [] if flavors else ["the model: set --module and --config"]
+    losses += ["fp8: the function of --config names its converters"] if job.facts.fp8 else []
+    text = "#!/bin/bash\n" + " \\\n    ".join(lines) + "\n"
+    return Exported("torchtitan 0.3", text, "bash train.sh", {}, tuple(losses), "train.sh")
+
+
+def _off(name: str) -> str:
+    """The flag that sets an option to false."""
+    section, _, key = name.rpartition(".")
+    return f"{section}.no-{key}"

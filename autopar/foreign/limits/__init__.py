@@ -1,0 +1,1 @@
+"""What other frameworks can run, and what software they have: all that planning needs of them."""
