@@ -22,7 +22,7 @@ from click.core import ParameterSource
 from autopar import __version__
 from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
-from autopar.cli.pictures import Pictures, page_options, picture_options
+from autopar.cli.pictures import Pictures, page_options, picture_options, show_reply
 from autopar.cli.run_commands import (
     calibrate_command,
     completion,
@@ -443,7 +443,7 @@ def why_not_command(
     """
     drawn, pins = Pictures.taken_from(asked), parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
+        from autopar.explaining.why_not import check_asked, why_not, why_not_reply
         from autopar.ir.plan import Plan
 
         check_asked(pins)
@@ -454,16 +454,9 @@ def why_not_command(
             request = asked_about(plan, request)
         planned = Planner(request, tell)
         planned.expect(2 if plan is None else 1)
-        answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
-    if as_json:
-        click.echo(json.dumps(why_not_data(answer), indent=1))
-    else:
-        show(why_not_table(answer))
-    if drawn.wanted:
-        from autopar.report.question_pages import why_not_page
-
-        drawn.write(why_not_page(answer))
-    ctx.exit(0 if answer.pinned is not None else 1)
+        found = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
+    show_reply(why_not_reply(found), as_json, drawn)
+    ctx.exit(0 if found.pinned is not None else 1)
 
 
 @cli.command("compare")
@@ -501,7 +494,7 @@ def compare_command(
     """
     drawn, parsed = Pictures.taken_from(asked), [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
-        from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
+        from autopar.explaining.compare import check_compared, compare, compare_reply
         from autopar.ir.plan import Plan
 
         check_compared(parsed, saved)
@@ -510,14 +503,7 @@ def compare_command(
         planned.expect(1 + (len(pins) or _FAMILIES * (not saved)))
         plan_on = partial(planned.plan, runners_up=not pins and not saved)
         entries = compare(plan_on, planned.cluster, parsed, plans)
-    if as_json:
-        click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
-    else:
-        show(CompareTable(entries, planned.cluster))
-    if drawn.wanted:
-        from autopar.report.question_pages import compare_page
-
-        drawn.write(compare_page(entries, planned.cluster))
+    show_reply(compare_reply(entries, planned.cluster), as_json, drawn)
 
 
 @cli.command("sweep")
@@ -559,7 +545,7 @@ def sweep_command(
     """
     drawn = Pictures.taken_from(asked)
     with progress("planning") as tell:
-        from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
+        from autopar.explaining.sweep import points_of, sweep, sweep_reply
 
         spec = priced_cluster(asked["cluster"], asked["price"]).kept_free(asked["headroom"])
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
@@ -568,14 +554,7 @@ def sweep_command(
         found = sweep(
             lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell
         )
-    if as_json:
-        click.echo(json.dumps(sweep_data(found), indent=1))
-    else:
-        show(sweep_table(found, asked["model"], spec))
-    if drawn.wanted:
-        from autopar.report.question_pages import sweep_page
-
-        drawn.write(sweep_page(found, asked["model"], spec))
+    show_reply(sweep_reply(found, asked["model"], spec), as_json, drawn)
 
 
 @cli.command()
@@ -616,7 +595,7 @@ def robust(
     """
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explaining.robust import robust_data, robust_table, robustness, scenarios_of
+        from autopar.explaining.robust import robust_reply, robustness, scenarios_of
 
         planned = Planner(Asked(**asked), tell)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
@@ -630,10 +609,7 @@ def robust(
             near=near and near / 100,
             tell=tell,
         )
-    if as_json:
-        click.echo(json.dumps(robust_data(found), indent=1))
-    else:
-        show(robust_table(found))
+    show_reply(robust_reply(found), as_json)
 
 
 @cli.command("diff")
