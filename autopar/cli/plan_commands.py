@@ -268,10 +268,10 @@ def _check_nothing_again(ctx: click.Context, path: str) -> None:
 
 def _show_fusion(plan: Plan, asked: bool) -> None:
     """Prints what of a plan's model is fused, if `asked`; otherwise nothing."""
-    from autopar.explaining.plan_report import fusion_table
+    from autopar.explaining.plan_report import fusion_reply
 
     if asked:
-        show(fusion_table(plan.fusion))
+        show(fusion_reply(plan.fusion))
 
 
 def _explain_saved(
@@ -281,7 +281,7 @@ def _explain_saved(
     drawn: Pictures,
     detail: Mapping[str, Any],
 ) -> Plan:
-    """Prints the report on the plan file `path`, in the detail that `plan_table` takes, draws what
+    """Prints the report on the plan file `path`, in the detail that `plan_reply` takes, draws what
     `drawn` asks for, and returns the plan. `price` is as for `priced_cluster`.
     """
     from autopar.explaining.lints import lint
@@ -318,37 +318,38 @@ def _show_plan(
 ) -> None:
     """Prints a report, as JSON or as text. `chosen` says what objective its plan was chosen for, if it
     was made now; `checks` are its replay and audit. `outside` is what its search space leaves out;
-    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of `plan_table`.
+    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of `plan_reply`.
     """
     from autopar.explaining.certificate import not_proved_words
-    from autopar.explaining.plan_report import plan_table, space_table
-    from autopar.planning.objectives import chosen_data, chosen_table
-    from autopar.planning.outside import outside_data, outside_table
+    from autopar.explaining.plan_report import plan_reply, space_part
+    from autopar.planning.objectives import chosen_reply
+    from autopar.planning.outside import outside_reply
     from autopar.text.device_words import risk_words
+    from autopar.text.replies import Reply
     from autopar.text.training_words import training_of
 
+    plan, more = report.plan, {type(check).__name__.lower(): check.reply() for check in checks}
+    if outside is not None:
+        more["outside"] = outside_reply(outside, plan)
     if as_json:
-        added: dict[str, Any] = {"objective": chosen_data(chosen)} if chosen else {}
-        added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
+        added = {"objective": chosen_reply(chosen).data} if chosen else {}
+        added |= {name: reply.data for name, reply in more.items()}
         if (tokens := detail.get("tokens")) is not None:
-            added["training"] = asdict(training_of(report.plan, tokens, report.cluster))
-        if outside is not None:
-            added["outside"] = outside_data(outside)
+            added["training"] = asdict(training_of(plan, tokens, report.cluster))
         click.echo(json.dumps(report.data | added, indent=1))
         return
     if chosen:
-        for words in (risk_words(report.plan, report.cluster), not_proved_words(report.plan)):
-            if words:
-                show(words)
-        show(chosen_table(chosen))
+        for words in filter(None, (risk_words(plan, report.cluster), not_proved_words(plan))):
+            show(words)
+        show(chosen_reply(chosen))
     said = {**report.said, **detail, "says_first": chosen is None}
-    show(plan_table(report.plan, report.counts, **said))
+    show(plan_reply(plan, report.counts, **said))
     if outside is not None:
         if not detail["verbose"]:  # which has printed it
-            show(space_table(report.plan))
-        show(outside_table(outside, report.plan))
-    for check in checks:
-        show(check.table())
+            show(Reply([space_part(plan)]))
+        show(more.pop("outside"))
+    for reply in more.values():
+        show(reply)
 
 
 def _saved_plan(command: Any) -> Any:
@@ -408,10 +409,7 @@ def _check_saved(
     with progress(f"{check}ing") as tell:
         planned = Planner(asked_of(saved, **asked), tell)
         checked = getattr(planned, check)(saved, pins or saved.made_for.pins)
-    if as_json:
-        click.echo(json.dumps(checked.as_dict(), indent=1))
-    else:
-        show(checked.table())
+    show_reply(checked.reply(), as_json)
     ctx.exit(1 if checked.disagreements else 0)
 
 
@@ -623,22 +621,16 @@ def diff_command(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) ->
     `plan_a` and `plan_b` are paths of plan files. `as_json`: prints JSON instead of tables, and
     notes on stderr for plans of another version of the cost model.
     """
-    from autopar.explaining import diff as diffs
+    from autopar.explaining.diff import diff_reply
     from autopar.ir.plan import Plan
 
     plans = Plan.load(plan_a), Plan.load(plan_b)
-    found = diffs.diff(plans[0], plans[1])
     if as_json:
         for path, plan in zip((plan_a, plan_b), plans, strict=True):
             _note_stale(path, plan)
-        click.echo(
-            json.dumps(
-                [asdict(difference) | {"words": str(difference)} for difference in found], indent=1
-            )
-        )
-    else:
-        show(diffs.diff_table((plan_a, plan_b), plans))
-    ctx.exit(1 if found else 0)
+    reply = diff_reply((plan_a, plan_b), plans)
+    show_reply(reply, as_json)
+    ctx.exit(1 if reply.data else 0)
 
 
 def _note_stale(path: str, plan: Any) -> None:

@@ -43,7 +43,7 @@ class Report:
         timeline: its simulated step. None if it was made without the model; the page then has
             neither timeline nor memory over time.
         findings: the lints to show.
-        counts: the collectives of each block, as for `plan_table`.
+        counts: the collectives of each block, as for `plan_reply`.
         graph: the graph of its most frequent block, or None.
         command: the command line that makes such a plan, or ''.
         gains: what other software would save.
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What the text has besides the plan and its collectives, as arguments of `plan_table`."""
+        """What the text has besides the plan and its collectives, as arguments of `plan_reply`."""
         said = {"cluster": self.cluster, "findings": self.findings, "gains": self.gains}
         return said | {"home": self.home, "command": self.command}
 

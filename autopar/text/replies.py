@@ -89,6 +89,7 @@ class Styled:
 
     words: Words
     style: str
+    wraps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,15 @@ class Reply:
         for part in (Styled(self.doubt, "yellow"), Styled(self.title, "bold"), *self.parts):
             if isinstance(part, Table):
                 yield part
-            elif words := plain(part.words if isinstance(part, Styled) else part):
-                yield Text(words, part.style if isinstance(part, Styled) else "")
+            elif words := plain(
+                (said := part if isinstance(part, Styled) else Styled(part, "")).words
+            ):
+                yield Text(
+                    words,
+                    said.style,
+                    no_wrap=not said.wraps or None,
+                    overflow=None if said.wraps else "ignore",
+                )
 
     def json(self) -> str:
         """Its data as JSON text, with null where a number is not finite."""
