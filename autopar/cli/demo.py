@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.api import parallelize
 from autopar.api import plan as make_plan
-from autopar.explaining.plan_report import plan_reply
+from autopar.explaining.plan_report import PlanFacts, plan_reply
 from autopar.ir.plan import Plan
 from autopar.models import ModelSpec, parse_model
 from autopar.runtime.ranks.launch import run_workers
@@ -88,7 +88,7 @@ def run(show: Callable[[Any], None], progress: Progress) -> bool:
             spec.build("meta"), "dgx-h100:8", spec.example_inputs(2, 8192), global_batch=512
         )
         took_s = time.perf_counter() - start
-    show(plan_reply(plan))
+    show(plan_reply(PlanFacts(plan)))
     show(f"\nBuilt, traced and planned in {took_s:.1f} s.\n")
     show(
         "2. A small Llama, trained on the source of Python's standard library by 4 CPU processes (gloo) and by one device.\n"

@@ -342,8 +342,7 @@ def _show_plan(
         for words in filter(None, (risk_words(plan, report.cluster), not_proved_words(plan))):
             show(words)
         show(chosen_reply(chosen))
-    said = {**report.said, **detail, "says_first": chosen is None}
-    show(plan_reply(plan, report.counts, **said))
+    show(plan_reply(report, **detail, says_first=chosen is None))
     if outside is not None:
         if not detail["verbose"]:  # which has printed it
             show(Reply([space_part(plan)]))

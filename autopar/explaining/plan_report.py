@@ -6,10 +6,9 @@ the output of `--json` is a plan file.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,7 @@ from autopar.text.plan_words import (
 from autopar.text.replies import Reply, Styled
 from autopar.text.tables import Table
 from autopar.text.training_words import total_words, training_of, training_words
-from autopar.text.units import WIDTH, gib, ms, percent
+from autopar.text.units import gib, ms, percent
 
 if TYPE_CHECKING:
     from autopar.explaining.lints import LintFinding
@@ -80,85 +79,83 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return json.loads(plan.to_json())
 
 
-def facts_data(
-    plan: Plan,
-    cluster: Cluster | None,
-    findings: Sequence[LintFinding] = (),
-    gains: Sequence[Gain] = (),
-    home: Home | None = None,
-) -> dict[str, Any]:
-    """The data of a report's text: those of the plan, `lints`, and in `report` what other software
-    would save and what predictions rest on. A page adds to `report`.
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a report on a plan is made from.
+
+    Attributes:
+        plan: the plan.
+        cluster: its cluster, or None if that is not known.
+        findings: the lints to show.
+        counts: the collectives of each block (`collective_counts.block_collectives`), or None.
+        command: the command line that makes such a plan, or ''.
+        gains: what other software would save.
+        home: what the software of another framework would save, as a whole.
     """
-    found: dict[str, Any] = {"gains": [asdict(gain) for gain in gains]}
-    if home is not None:
-        found["home"] = asdict(home) | {"software": HOME}
-    if cluster is not None:
-        found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
-    doubt = not_proved_words(plan)
-    first = {"not_proved": doubt} if doubt else {}
-    if risk := risk_words(plan, cluster):
-        first["risk"] = risk
-    more = {"lints": [asdict(lint) for lint in findings], "report": found}
-    return first | plan_data(plan) | more
+
+    plan: Plan
+    cluster: Cluster | None = None
+    findings: Sequence[LintFinding] = ()
+    counts: BlockCounts | None = None
+    command: str = ""
+    gains: Sequence[Gain] = ()
+    home: Home | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The data of a report's text: those of the plan, `lints`, and in `report` what other software
+        would save and what predictions rest on. A page adds to `report`.
+        """
+        found: dict[str, Any] = {"gains": [asdict(gain) for gain in self.gains]}
+        if self.home is not None:
+            found["home"] = asdict(self.home) | {"software": HOME}
+        if self.cluster is not None:
+            found["assumptions"] = [asdict(of) for of in assumptions(self.cluster)]
+        warnings = {"not_proved": not_proved_words(self.plan)}
+        warnings["risk"] = risk_words(self.plan, self.cluster)
+        more = {"lints": [asdict(lint) for lint in self.findings], "report": found}
+        return {key: said for key, said in warnings.items() if said} | plan_data(self.plan) | more
 
 
-def plan_text(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
-    """The report on a plan as plain text: choices, predicted time and memory, certificate,
-    runners-up, and the layouts of blocks. `counts` and `more` as in `plan_reply`.
-    """
-    from rich.console import Console
-
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(
-        plan_reply(plan, counts, **more)
-    )
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+def plan_text(plan: Plan, **more: Any) -> str:
+    """The report on a plan as plain text. `more` are other fields of `PlanFacts`."""
+    return str(plan_reply(PlanFacts(plan, **more)))
 
 
 def plan_reply(
-    plan: Plan,
-    counts: BlockCounts | None = None,
-    cluster: Cluster | None = None,
-    findings: Sequence[LintFinding] = (),
+    facts: PlanFacts,
     tokens: float | None = None,
     layers: bool = True,
     verbose: bool = True,
-    gains: Sequence[Gain] = (),
-    home: Home | None = None,
-    command: str = "",
     says_first: bool = True,
 ) -> Reply:
-    """The report on a plan. Its first lines say if the plan may not fit
-    (`risk_words`), and if it is not proved, unless `says_first` is False.
+    """The report on a plan: choices, predicted time and memory, certificate, runners-up, and the
+    layouts of blocks. Its first lines say if the plan may not fit (`risk_words`), and if it is not
+    proved, unless `says_first` is False.
 
-    `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
-    none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
-    the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
-    takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
-    with the search space and the assumptions. `gains` are what other software would save, and
-    `home` is that of another framework as a whole. `command` makes the plan again.
+    With `tokens`, the report says what training on them takes. `layers`: with the tables of blocks,
+    of which the last explains the words. `verbose`: with the search space and the assumptions.
     """
-    at = cluster or named_cluster(plan)
-    data = facts_data(plan, at, findings, gains, home)
+    plan, command, at = facts.plan, facts.command, facts.cluster or named_cluster(facts.plan)
+    data = replace(facts, cluster=at).facts
     n, first = Numbers(data), (risk_words(plan, at), not_proved_words(plan)) if says_first else ()
     parts: list[str | Styled | Table] = [Styled(words, "yellow") for words in first]
     parts.append(Styled(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", "bold"))
     parts += [Styled(f"This plan was {note}.", "yellow")] if (note := staleness(plan)) else []
-    parts.append(_summary(plan, cluster, tokens))
+    parts.append(_summary(plan, at, tokens))
     parts += [f"{plain(words)}\n"] if (words := home_words(n)) else []
     parts += [_ranks(plan, at)] if plan.devices else []
     parts += [_time(plan), _memory(plan), *_proved(plan, at, n)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         shown = plan.blocks if layers else ()
-        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in shown]
+        parts += [_block(plan, block, (facts.counts or {}).get(block.name)) for block in shown]
         parts.append(LAYOUT_LEGEND if layers else LAYERS_HINT)
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(f"Every op runs whole on its device{where}.\n")
-    parts += _listed("Lints", [f"{finding.lint}: {finding}" for finding in findings])
+    parts += _listed("Lints", [f"{finding.lint}: {finding}" for finding in facts.findings])
     parts += _listed("Notes", plan.notes)
-    saved = [plain(gain_words(n, place)) + "." for place in range(len(gains))]
+    saved = [plain(gain_words(n, place)) + "." for place in range(len(facts.gains))]
     parts += _listed("Other software, each alone with all choices as they are", saved)
     parts += _rests_on(plan, n) if verbose else [SPACE_HINT]
     parts.append(Styled(run_words(plan, command), "yellow" * bool(plan.runnable)))
@@ -270,8 +267,8 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
 def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table:
     rows = summary_rows(plan, cluster)
     if tokens is not None:
-        at = training_of(plan, tokens, cluster or named_cluster(plan))
-        rows.append((total_words(plan, tokens), training_words(plan, at)))
+        training = training_of(plan, tokens, cluster)
+        rows.append((total_words(plan, tokens), training_words(plan, training)))
     return Table(("", ""), rows, title="Plan")
 
 

@@ -5,6 +5,7 @@ A row of a table is said once, as a `Field`: its key in JSON, its value, and its
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.text.numbers import Number, Words, plain
 from autopar.text.tables import Table
+from autopar.text.units import WIDTH
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -161,6 +163,13 @@ class Reply:
                     no_wrap=not said.wraps or None,
                     overflow=None if said.wraps else "ignore",
                 )
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        out = io.StringIO()
+        Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def json(self) -> str:
         """Its data as JSON text, with null where a number is not finite."""
