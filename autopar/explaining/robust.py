@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import inf, isfinite
 from typing import Any
 
-from autopar_cost_models import Device, Link
+from autopar_cost_models import Link
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.certificate import not_proved_words
@@ -328,52 +329,32 @@ def _faster_curve(
 def _with_compute(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     device = cluster.device
     flops = {dtype: rate * factor for dtype, rate in device.flops.items()}
-    return _with_device(
-        cluster, replace(device, flops=flops, matmul_curves=_faster(device.matmul_curves, factor))
-    )
+    curves = _faster(device.matmul_curves, factor)
+    return replace(cluster, device=replace(device, flops=flops, matmul_curves=curves))
 
 
 def _with_memory_bandwidth(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    device, curve = cluster.device, cluster.device.memory_curve
+    device = cluster.device
     rate = device.memory_bandwidth_Bps * factor
-    return _with_device(
-        cluster,
-        replace(
-            device, memory_bandwidth_Bps=rate, memory_curve=curve and _faster_curve(curve, factor)
-        ),
-    )
+    curve = device.memory_curve and _faster_curve(device.memory_curve, factor)
+    return replace(cluster, device=replace(device, memory_bandwidth_Bps=rate, memory_curve=curve))
 
 
-def _with_device(cluster: ClusterSpec, device: Device) -> ClusterSpec:
-    return replace(cluster, device=device)
-
-
-def _with_intra(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    return replace(
-        cluster, topology=replace(cluster.topology, intra=_link(cluster.topology.intra, factor))
-    )
-
-
-def _with_inter(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    return replace(
-        cluster, topology=replace(cluster.topology, inter=_link(cluster.topology.inter, factor))
-    )
-
-
-def _link(link: Link, factor: float) -> Link:
-    """A link with `factor` times the bandwidth. Latencies stay, except those contained in a
-    measured curve.
+def _with_link(name: str, cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    """The cluster whose link `name` has `factor` times the bandwidth. Latencies stay, except those
+    contained in a measured curve.
     """
-    return replace(
-        link, bandwidth_Bps=link.bandwidth_Bps * factor, curves=_faster(link.curves, factor)
-    )
+    link: Link = getattr(cluster.topology, name)
+    rate, curves = link.bandwidth_Bps * factor, _faster(link.curves, factor)
+    faster: dict[str, Any] = {name: replace(link, bandwidth_Bps=rate, curves=curves)}
+    return replace(cluster, topology=replace(cluster.topology, **faster))
 
 
 FACTORS: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
     "compute rate": _with_compute,
     "memory bandwidth": _with_memory_bandwidth,
-    "bandwidth in nodes": _with_intra,
-    "bandwidth between nodes": _with_inter,
+    "bandwidth in nodes": partial(_with_link, "intra"),
+    "bandwidth between nodes": partial(_with_link, "inter"),
 }
 """What may be mispredicted: its name, and a function from a cluster and a factor to the cluster
 with that quantity scaled.
