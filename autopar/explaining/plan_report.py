@@ -373,7 +373,7 @@ def fusion_reply(fusion: Fusion) -> Reply:
             (of.mode, ms(of.step_s), ms(of.host_s), "yes" * (of.mode == fusion.mode))
             for of in fusion.weighed
         ]
-        heads = ("fuse", "devices take", "the host takes to issue kernels", "chosen")
+        heads = ("fuse", "a step takes", "of which devices wait for the host", "chosen")
         parts.append(Table(heads, weighed, title="Compared"))
     return Reply(parts)
 

@@ -18,7 +18,6 @@ from autopar.models.base import ModelSpec, NativeSpec
 from autopar.models.moe import MoEConfig
 from autopar.predict.defaults import complete
 from autopar.predict.evaluate import RECOMPUTE_PINS, SCHEDULE_PINS, UNLIMITED_BYTES, case_of
-from autopar.predict.host import waiting_s
 from autopar.predict.models import run_config
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Precision, Run, RunSoftware
 from autopar.request.options import TOLERANCE
@@ -123,28 +122,6 @@ class JobSetting:
             # one or two candidates: helper processes would take longer to start than to search
             self._plans[key] = api.plan_traced(self.traced, request, 60.0, processes=1)
         return self._plans[key]
-
-    def with_host(self, plan: Plan) -> Plan:
-        """A plan of this setting, whose step also has the time in which devices wait for the host,
-        as `autopar predict` counts it. The search does not.
-        """
-        request = self._request(Pins(), plan.global_batch, self.cluster)
-        waits_s = waiting_s(plan, self.traced, request)
-        if not waits_s:
-            return plan
-        alone = plan.predicted
-        step_s = alone.step_time_s + waits_s
-        slower = alone.step_time_s / step_s
-        return replace(
-            plan,
-            predicted=replace(
-                alone,
-                step_time_s=step_s,
-                tokens_per_s=alone.tokens_per_s * slower,
-                mfu=alone.mfu * slower,
-                breakdown=alone.breakdown | {"host": waits_s},
-            ),
-        )
 
     def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
         """The request for the plan with a layout on a cluster with as many devices."""

@@ -14,7 +14,6 @@ from autopar.jobs.pricing import job_setting, unlimited
 from autopar.jobs.verdicts import withheld
 from autopar.models import parse_model
 from autopar.planning.model_facts import as_planned
-from autopar.predict.host import waiting_s
 from autopar.request.pins import Pins, pins_of
 from autopar.request.plan_request import PlanRequest, request_of
 from autopar.runtime.state.precision import captured_in
@@ -26,15 +25,19 @@ _TIME_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A plan, and the seconds of a step in which its devices wait for the host."""
+    """The seconds of a plan, by what a measured run tells."""
 
     plan: Plan
-    waiting_s: float
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, with the waiting."""
-        return self.plan.predicted.step_time_s + self.waiting_s
+        """Seconds of a step."""
+        return self.plan.predicted.step_time_s
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of a step in which devices wait for the host."""
+        return self.plan.predicted.breakdown.get("host", 0.0)
 
     @property
     def compute_s(self) -> float:
@@ -73,8 +76,7 @@ class WhatRan:
         """Its price on a cluster of as many devices."""
         request = self.request(unlimited(cluster))
         # one or two candidates: helper processes would take longer to start than to search
-        plan = api.plan_traced(self.traced, request, _TIME_LIMIT_S, processes=1)
-        return Price(plan, waiting_s(plan, self.traced, request))
+        return Price(api.plan_traced(self.traced, request, _TIME_LIMIT_S, processes=1))
 
 
 def saved_plan(
