@@ -384,3 +384,9 @@ def megatron_restriction(shape: ModelShape, seq: int) -> Restriction:
             ),
         ),
     )
+
+
+def bridge_restriction(shape: ModelShape, seq: int) -> Restriction:
+    """As Megatron-LM's, without fp32, for which no recipe has a `mixed_precision`."""
+    found = megatron_restriction(shape, seq)
+    return replace(found, name="Megatron-Bridge", precisions=("bf16", "fp16"))
