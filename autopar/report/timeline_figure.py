@@ -77,7 +77,7 @@ def timeline_figure(timeline: Timeline, numbers: Numbers) -> Svg:
     _axis(figure, timeline, scale, bottom, numbers)
     kinds = {part.kind for of in timeline.parts.values() for part in of}
     kinds |= {part.kind for of in timeline.updates for part in of}
-    kinds |= {"fixed"} if any(p.kind == "fixed" for p in timeline.lines[0]) else set()
+    kinds |= {piece.kind for piece in timeline.lines[0] if piece.kind in ("fixed", "host")}
     entries = [
         (f"c-{kind}", _WORDS[kind]) for kind in (*WORK, *COMMUNICATION_AXES) if kind in kinds
     ]
@@ -106,6 +106,7 @@ def bands(timeline: Timeline, rank: int, piece: Slice) -> list[tuple[str, float,
         "weights",
         "optimizer",
         "fixed",
+        "host",
         *COMMUNICATION_AXES,
     ):
         if kind in total:
@@ -143,7 +144,7 @@ def _lines(timeline: Timeline, rows: Sequence[int], scale: _Scale) -> str:
     """What the page's script tells of the interval under the pointer: for each row its y and
     height, and (x, width, kind, stage, micro-batch, microseconds) of each interval.
     """
-    kinds = ["F", "B", "I", "W", "update", "fixed"]
+    kinds = ["F", "B", "I", "W", "update", "fixed", "host"]
     of = [
         [
             [

@@ -333,12 +333,6 @@ def deepspeed_restriction(shape: ModelShape, seq: int) -> Restriction:
     )
 
 
-def bridge_restriction(shape: ModelShape, seq: int) -> Restriction:
-    """As Megatron-LM's, without fp32, for which no recipe has a `mixed_precision`."""
-    found = megatron_restriction(shape, seq)
-    return replace(found, name="Megatron-Bridge", precisions=("bf16", "fp16"))
-
-
 def megatron_restriction(shape: ModelShape, seq: int) -> Restriction:
     """What Megatron-LM can run of a model with sequences of `seq` tokens."""
     groups = shape.kv_heads or shape.heads
