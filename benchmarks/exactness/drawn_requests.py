@@ -199,7 +199,7 @@ class Draw:
             count = self.random.choice((1, 2, 2, 4))
             return f"{self.random.choice(tuple(DEVICES))}:{count}", count
         if kind < 0.75:
-            text = f"{self.random.choice(NODES)}:{self.random.choice((1, 2))}"
+            text = f"{self.random.choice(NODES)}:{self.random.choice((1, 1, 2))}"
         elif kind < 0.85:
             text = self.random.choice(MIXED)
         elif kind < 0.92 or not self.cluster_file:
@@ -225,7 +225,9 @@ class Draw:
                 pin["ep"] = self.random.choice(divisors(left))
         if devices > 2 and self.maybe(0.9 if devices > 4 else 0.5):
             pin.setdefault("pp", 1)  # a space without pipelines is searched in seconds
-            pin.setdefault("tp", 1 if devices > 8 else self.random.choice(divisors(devices)))
+            pin.setdefault("tp", self.random.choice(divisors(min(devices, 8))))
+            if devices > 4:
+                pin.setdefault("cp", 1)
         pipelined = pin.get("pp", 1) > 1
         if pipelined and self.maybe(0.7):
             pin["schedule"] = self.random.choice(tuple(SCHEDULES))

@@ -60,7 +60,7 @@ from benchmarks.exactness.file_answers import (
 from benchmarks.exactness.file_runs import run_file
 from benchmarks.snapshot import differences
 
-LONGEST_S = 150
+LONGEST_S = 100
 """Seconds after which a request is given up, and not counted."""
 CLUSTER_FILE = """
 name: our lab
