@@ -158,7 +158,7 @@ def plan_reply(
     saved = [plain(gain_words(n, place)) + "." for place in range(len(facts.gains))]
     parts += _listed("Other software, each alone with all choices as they are", saved)
     parts += _rests_on(plan, n) if verbose else [SPACE_HINT]
-    parts.append(Styled(run_words(plan, command), "yellow" * bool(plan.runnable)))
+    parts.append(Styled(run_words(plan, command), "yellow" * bool(plan.lacks)))
     if command:
         parts.append(Styled(f"\n{indent(run_lines(plan, command), '  ')}", "", wraps=False))
     return Reply(parts, data)

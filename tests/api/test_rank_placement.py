@@ -50,7 +50,7 @@ def traced_of(seq: int) -> TracedModel:
 
 def request_of(task: tuple[int, int], **pin) -> PlanRequest:
     return PlanRequest(
-        NODES, task[1], Pins.of(PIN | {"micro_batch": task[1] // 2} | pin), "bf16", False, "test"
+        NODES, task[1], Pins.of(PIN | {"micro_batch": task[1] // 2} | pin), "bf16", "test"
     )
 
 
