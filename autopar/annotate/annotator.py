@@ -283,6 +283,7 @@ class Annotator:
             none_s,
             setting.software.keeps_stage_outputs,
             setting.stage_sizes,
+            setting.host_slowdown,
         )
 
     def _edges(

@@ -78,6 +78,8 @@ class Costs(TypedDict):
     forward_comm_s: float
     backward_comm_s: float
     step_comm_s: float
+    forward_dispatch_s: float
+    backward_dispatch_s: float
     gradient_bytes: int
     optimizer_bytes: int
     host_bytes: int
@@ -281,7 +283,13 @@ class ParameterCosts:
             step_s = exposed_s(left_s, of.reduce_s * (not always) + of.copies_s)
         step_s += 0.0 if again else exposed_s(beside[0], of.gather_s)
         step_s += of.partial_s
+        # the engine copies what it gathers, and reduces gradients, one by one
+        by_host = setting.software.is_own and setting.software.cuda_graphs == "none"
+        each_s = setting.issue_s if by_host else 0.0
+        issues = again, (again and not stays) + always
         return {
+            "forward_dispatch_s": issues[0] * each_s,
+            "backward_dispatch_s": issues[1] * each_s,
             "forward_s": forward_s + of.fetch_s,
             "backward_s": backward_s + of.fetch_s,
             "step_s": step_s + of.update_s,

@@ -60,6 +60,17 @@ class Setting:
         return device.issue_s if own_s is None or device.generation == "cpu" else own_s
 
     @property
+    def host_slowdown(self) -> float:
+        """How many times as long the host takes to issue: more than 1 only where some ranks of one
+        pipeline lie on different nodes, as the software says.
+        """
+        mesh, topology = self.mesh, self.cluster.topology
+        spans = mesh.pp * mesh.stride("pp")
+        if mesh.pp == 1 or topology.nodes == 1 or topology.devices_per_node % spans == 0:
+            return 1.0
+        return 1.0 + self.software.network_slows_host * mesh.tp
+
+    @property
     def gathers_by_segment(self) -> bool:
         """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/state/gathering.py`)."""
         return (

@@ -14,7 +14,6 @@ from math import ceil, log2, prod
 
 from autopar_cost_models.topology import group_shape
 
-from autopar.annotate.annotator import annotator_of
 from autopar.annotate.kernels import MatrixProduct, kernels_of, product_of
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
@@ -26,8 +25,6 @@ from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
-from autopar.recheck.plan_costs import plan_setting
-from autopar.request.plan_request import request_of
 from autopar.request.software import Software
 from autopar.text.device_words import fullest_rank, groups_by_rank
 from autopar.text.layout_words import describe, is_attention_name
@@ -39,6 +36,8 @@ _HEADROOM = 0.03
 """Fraction of memory that should stay free, because fragmentation may exceed the prediction."""
 FILLED = 0.90
 """Fraction of the matmul rate of a large micro-batch that the plan's products should reach."""
+_WAITS = 0.02
+"""Fraction of a step that devices may wait for the host without a finding."""
 _LARGE_TOKENS = 2**20
 """Tokens of a micro-batch that is large enough for products to run at their best rate."""
 
@@ -67,15 +66,11 @@ def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> lis
     found = [
         finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)
     ]
-    found += [*_bubble(plan), *_headroom(plan, cluster)]
+    found += [*_bubble(plan), *_headroom(plan, cluster), *_host_bound(plan)]
     if traced is not None:
         found += [*_uneven_shards(plan, traced), *_whole_heads(plan, traced), *_ties(plan, traced)]
         for group in groups:
-            found += _named(
-                [*_small_products(plan, group, traced), *_host_bound(plan, cluster, group, traced)],
-                group,
-                groups,
-            )
+            found += _named(_small_products(plan, group, traced), group, groups)
     return found
 
 
@@ -297,47 +292,19 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
     )
 
 
-def _host_bound(
-    plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel
-) -> Iterator[LintFinding]:
-    """A finding if the host takes longer to issue the kernels of a step on some rank of this group
-    than the step is predicted to take; otherwise nothing. Nothing on CPUs. `group` is one of the
-    groups of `cluster`.
-    """
-    request = request_of(plan, cluster)
-    setting = plan_setting(plan, request, "none", cluster.groups.index(group))
-    model = annotator_of(traced).annotate(setting)
-    again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
-    by_class = [
-        tuple(
-            sum(getattr(op.strategies[0], f"{way}_dispatch_s") for op in block.ops)
-            for way in ("forward", "backward")
-        )
-        for block in model.classes
-    ]
-    host_s = {
-        segment.name: (1 + (segment.name in again)) * by_class[segment.class_index][0]
-        + by_class[segment.class_index][1]
-        for segment in traced.segments
-    }
-    stages, ranks = plan.stages or (tuple(host_s),), plan.mesh.pp
-    groups = groups_by_rank(plan, cluster)
-    of_ranks = [
-        sum(host_s.get(name, 0.0) for stage in stages[rank::ranks] for name in stage)
-        for rank in range(ranks)
-        if groups[rank] == group
-    ]
-    found_s, each_s = plan.num_microbatches * max(of_ranks), setting.issue_s
-    if found_s <= plan.predicted.step_time_s:
+def _host_bound(plan: Plan) -> Iterator[LintFinding]:
+    """A finding if devices wait for the host; otherwise nothing."""
+    waits_s, step_s = plan.predicted.breakdown.get("host", 0.0), plan.predicted.step_time_s
+    if waits_s < _WAITS * step_s:
         return
     yield LintFinding(
         "host-bound",
-        f"the host takes some {ms(found_s)} a step to issue the kernels of a rank, {found_s / each_s:,.0f} at {1e6 * each_s:.3g} us each, "
-        f"and the devices {ms(plan.predicted.step_time_s)}, which is what is predicted: they will wait for it",
+        f"devices wait {ms(waits_s)} of {ms(step_s)} a step for the host, which takes longer to issue the kernels of a micro-batch "
+        "than they to run them",
         "Use CUDA graphs, or a larger micro-batch"
-        if request.software.compiled
+        if Software.from_data(plan.made_for.software).compiled
         else "Unless it is compiled, compile the model (`parallelize(..., compile=True)`), or use a larger micro-batch",
-        {"host_s": found_s, "step_s": plan.predicted.step_time_s, "kernels": found_s / each_s},
+        {"waiting_s": waits_s, "step_s": step_s},
     )
 
 

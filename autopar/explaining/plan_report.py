@@ -405,7 +405,7 @@ def _weighed_table(fusion: Fusion) -> RenderableType:
         (entry.mode, ms(entry.step_s), ms(entry.host_s), "yes" if entry.mode == fusion.mode else "")
         for entry in fusion.weighed
     ]
-    columns = ("fuse", "devices take", "the host takes to issue kernels", "chosen")
+    columns = ("fuse", "a step takes", "of which devices wait for the host", "chosen")
     return grid("Compared", columns, rows)
 
 

@@ -329,7 +329,8 @@ class PipelineSetting:
     """How the stages of a pipeline run: `ranks` ranks of `stages_per_rank` stages each, under the
     schedule `schedule`. A message between neighbouring stages takes `hop_latency_s`, plus
     `hop_s_per_byte` for each byte. With `keeps_outputs`, a stage keeps what it has sent until its
-    backward. `sizes` has the number of layers of each stage; () means as even as possible.
+    backward. `sizes` has the number of layers of each stage; () means as even as possible. The
+    host takes `host_slowdown` times as long as without messages.
     """
 
     ranks: int
@@ -339,6 +340,7 @@ class PipelineSetting:
     hop_latency_s: float
     keeps_outputs: bool = False  # what a stage has sent stays until its backward
     sizes: tuple[int, ...] = ()  # layers of each stage; (): as even as possible
+    host_slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

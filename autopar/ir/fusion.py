@@ -72,18 +72,13 @@ class Weighed:
 
     Attributes:
         mode: one of `FUSE_MODES`.
-        step_s: predicted seconds of a step, as the devices need them.
-        host_s: seconds that the host of a rank needs to issue its kernels.
+        step_s: predicted seconds of a step.
+        host_s: the part of it in which devices wait for the host, which issues kernels.
     """
 
     mode: str
     step_s: float
     host_s: float
-
-    @property
-    def bound_s(self) -> float:
-        """Seconds of a step in which the slower of devices and host is never idle."""
-        return max(self.step_s, self.host_s)
 
 
 @dataclass(frozen=True, slots=True)

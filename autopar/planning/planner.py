@@ -30,7 +30,6 @@ from autopar.planning.plan_writer import make_plan
 from autopar.planning.within_target import check_target_pins
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.costs.pipeline_cost import Stages, host_s
 from autopar.solve.search.branch_and_bound import search, solved_together
 from autopar.solve.search.families import (
     Rivals,
@@ -214,7 +213,7 @@ def plan_traced(
     limits = SearchLimits(time_s=time_limit_s, processes=processes or processes_for_search())
     if request.pin.fuse == AUTO:
         return _fused_best(traced, request, limits, progress)
-    return _planned(traced, request, request.pin.fuse or "off", limits, progress)[0]
+    return _planned(traced, request, request.pin.fuse or "off", limits, progress)
 
 
 def _planned(
@@ -223,10 +222,8 @@ def _planned(
     mode: str,
     limits: SearchLimits,
     progress: Callable[[str], None] | None,
-) -> tuple[Plan, float]:
-    """(the fastest plan of a model fused in `mode`, seconds in which its host issues the kernels of
-    a step). Raises as `plan_traced`.
-    """
+) -> Plan:
+    """The fastest plan of a model fused in `mode`. Raises as `plan_traced`."""
     start = time.perf_counter()
     traced = as_recomputed(fused(traced, mode), request.pin.recompute)
     annotator = annotator_of(traced)
@@ -234,12 +231,7 @@ def _planned(
     found = find_best(request, traced, annotator, limits, progress)
     if found.best is None or found.model is None:
         raise no_plan_fits(found, request)
-    candidate, solution = found.best
-    stages: Stages = (tuple(range(len(traced.segments))),)
-    if solution.pipelined:
-        stages = solution.pipelined.stages
-    issued_s = host_s(found.model, solution.choices, stages, candidate.mesh.pp)
-    return make_plan(found, request, traced, annotator), issued_s
+    return make_plan(found, request, traced, annotator)
 
 
 def _fused_best(
@@ -248,25 +240,30 @@ def _fused_best(
     limits: SearchLimits,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The fastest of the plans of all modes of fusion, by the slower of devices and host. Each mode
-    is searched for its share of the time in `limits`. Raises as `plan_traced` if no mode has a plan.
+    """The fastest of the plans of all modes of fusion. Each mode is searched for its share of the
+    time in `limits`. Raises as `plan_traced` if no mode has a plan.
     """
-    plans: list[tuple[Weighed, Plan]] = []
+    plans: list[Plan] = []
     errors: list[NoPlanFits] = []
     start, modes = time.perf_counter(), modes_of(traced)
     for number, mode in enumerate(modes):
         left = _without(limits, start)
         share = replace(left, time_s=left.time_s / (len(modes) - number))
         try:
-            plan, issued_s = _planned(traced, request, mode, share, progress)
+            plans.append(_planned(traced, request, mode, share, progress))
         except NoPlanFits as error:
             errors.append(error)
-            continue
-        plans.append((Weighed(mode, plan.predicted.step_time_s, issued_s), plan))
     if not plans:  # it is proved only if it is for every mode
         raise next((error for error in errors if not error.proven), errors[-1])
-    _, best = min(plans, key=lambda entry: entry[0].bound_s)
-    weighed = tuple(entry for entry, _ in plans)
+    best = min(plans, key=lambda plan: plan.predicted.step_time_s)
+    weighed = tuple(
+        Weighed(
+            plan.fusion.mode,
+            plan.predicted.step_time_s,
+            plan.predicted.breakdown.get("host", 0.0),
+        )
+        for plan in plans
+    )
     return replace(best, fusion=replace(best.fusion, weighed=weighed))
 
 

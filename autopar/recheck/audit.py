@@ -44,6 +44,7 @@ from autopar.recheck.plan_costs import (
     segments_by_rank,
     stage_segments,
     stage_times,
+    waits_for_host_s,
 )
 from autopar.request.plan_request import PlanRequest
 from autopar.text.tables import grid
@@ -191,12 +192,16 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
         fsum(s.step_s for s in owned_by(*on[rank], chain(*of_stage[rank::ranks])))
         for rank in range(ranks)
     )
+    waits_s, ramp_s = waits_for_host_s(plan, on, of_stage)
     if ranks == 1:
-        inside = [cost for s in segments for cost in s.inside]
+        blocks_s, edges_s = (
+            micro * fsum(c.forward_s + c.backward_s for c in chain(*costs))
+            for costs in ((s.inside for s in segments), (s.arriving for s in segments))
+        )
         return {
-            "blocks": micro * fsum(c.forward_s + c.backward_s for c in inside),
-            "edges between blocks": micro
-            * fsum(c.forward_s + c.backward_s for s in segments for c in s.arriving),
+            "blocks": blocks_s,
+            "edges between blocks": edges_s,
+            "waiting for the host": waits_s,
             "once a step": once_s,
             "fixed": base.fixed_s,
         }
@@ -212,7 +217,8 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
     busy_s = micro * max(sum(t.total_s for t in times[rank::ranks]) for rank in range(ranks))
     return {
         "blocks and edges of the busiest rank": busy_s,
-        "bubble": took_s - busy_s,
+        "bubble": took_s - busy_s + ramp_s,
+        "waiting for the host": waits_s,
         "once a step": once_s,
         "fixed": base.fixed_s,
     }

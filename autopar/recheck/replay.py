@@ -174,7 +174,7 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     )
     return Replay(
         predicted_s=plan.predicted.step_time_s,
-        replayed_s=played.makespan_s + max(costs.step_s) + costs.fixed_s,
+        replayed_s=played.makespan_s + costs.waits_s + max(costs.step_s) + costs.fixed_s,
         predicted_bytes=plan.predicted.peak_memory_bytes,
         replayed_bytes=replayed_bytes,
         together_bytes=together_bytes,

@@ -19,6 +19,7 @@ _CLASSES = {
     "conversion": "c-tp",
     "edge": "c-tp",
     "bubble": "c-idle",
+    "host": "c-host",
     "step": "c-dp",
 }
 """The class of the colour of each part of `Prediction.breakdown`; others are 'c-fixed'."""

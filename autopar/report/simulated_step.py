@@ -74,7 +74,7 @@ def simulated_step(plan: Plan, traced: TracedModel, request: PlanRequest) -> Tim
             for rank in range(plan.mesh.pp)
         ),
         pipeline_s=played.makespan_s,
-        step_s=played.makespan_s + update_s + costs.fixed_s,
+        step_s=played.makespan_s + update_s + costs.fixed_s + costs.waits_s,
         predicted_s=plan.predicted.step_time_s,
     )
 
@@ -149,7 +149,9 @@ def _check_parts(
 
 
 def _line(played: Simulation, costs: PlanCosts, rank: int, update_s: float) -> tuple[Slice, ...]:
-    """The intervals of a rank: its actions, its update, and what no choice changes."""
+    """The intervals of a rank: its actions, its update, what no choice changes, and all the time in
+    which it waits for the host, which it does between kernels.
+    """
     spans = (
         Slice(
             span.action.kind,
@@ -164,7 +166,8 @@ def _line(played: Simulation, costs: PlanCosts, rank: int, update_s: float) -> t
     end_s = played.makespan_s
     update = Slice("update", -1, -1, end_s, costs.step_s[rank])
     fixed = Slice("fixed", -1, -1, end_s + update_s, costs.fixed_s)
-    return (*spans, *(piece for piece in (update, fixed) if piece.seconds > 0))
+    host = Slice("host", -1, -1, end_s + update_s + costs.fixed_s, costs.waits_s)
+    return (*spans, *(piece for piece in (update, fixed, host) if piece.seconds > 0))
 
 
 def _messages(played: Simulation, hop_s: float) -> Iterator[Message]:

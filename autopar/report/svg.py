@@ -17,6 +17,7 @@ COLOURS = {
     "c-backward": ("#0072b2", "#1f6fae"),
     "c-weights": ("#00456e", "#124a75"),
     "c-recompute": ("#9aa0a6", "#8a9096"),
+    "c-host": ("#b5a642", "#cfc164"),
     "c-optimizer": ("#7a5195", "#a884c4"),
     "c-fixed": ("#c9ccd1", "#5c6066"),
     "c-tp": ("#e69f00", "#e8ad2c"),

@@ -13,8 +13,8 @@ from math import fsum
 
 from autopar.recheck.plan_costs import StaticBytes
 
-WORK = ("forward", "backward", "weights", "recompute", "optimizer", "fixed")
-"""Kinds of work that is not communication. `weights` is the part of a split backward that computes
+WORK = ("forward", "backward", "weights", "recompute", "host", "optimizer", "fixed")
+"""Kinds of work that is not communication. In `host` the device waits for the host. `weights` is the part of a split backward that computes
 gradients of parameters; an unsplit backward has it in `backward`.
 """
 COMMUNICATION_AXES = ("tp", "cp", "ep", "dp")
@@ -41,7 +41,7 @@ class ActionPart:
 @dataclass(frozen=True, slots=True)
 class Slice:
     """An interval of a rank: an action of the pipeline (`kind` 'F', 'B', 'I' or 'W', with its stage
-    and micro-batch), or 'update' or 'fixed', for which both are -1. Times are seconds from the
+    and micro-batch), or 'update', 'fixed' or 'host', for which both are -1. Times are seconds from the
     start of the step.
     """
 
@@ -178,8 +178,8 @@ class Timeline:
         """What an interval of a rank consists of, in order."""
         if piece.kind == "update":
             return self.updates[rank]
-        if piece.kind == "fixed":
-            return (ActionPart("", "fixed", "fixed", piece.seconds),)
+        if piece.kind in ("fixed", "host"):
+            return (ActionPart("", piece.kind, piece.kind, piece.seconds),)
         return self.parts[piece.kind, piece.stage]
 
     def seconds_by_kind(self, rank: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ _WORDS = {
     "backward": "backward",
     "weights": "backward: gradients of weights",
     "recompute": "recomputation",
+    "host": "waiting for the host",
     "optimizer": "optimizer",
     "fixed": "fixed",
     "tp": "tensor parallel (tp)",

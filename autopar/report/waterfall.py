@@ -48,6 +48,7 @@ def waterfall(plan: Plan, timeline: Timeline | None) -> list[Bar]:
         Bar(f"communication over {a}", seconds.get(a, 0.0), f"c-{a}") for a in COMMUNICATION_AXES
     ]
     bars.append(Bar("idle (bubble and messages)", seconds.get("idle", 0.0), "c-idle"))
+    bars.append(Bar("waiting for the host", seconds.get("host", 0.0), "c-host"))
     bars.append(Bar("optimizer", seconds.get("optimizer", 0.0), "c-optimizer"))
     bars.append(Bar("fixed", seconds.get("fixed", 0.0), "c-fixed"))
     off_s = predicted.step_time_s - timeline.step_s

@@ -109,6 +109,7 @@ class Software:
         dispatch: a row of `DISPATCHES`, for the tokens that go to experts on other ranks.
         dispatch_overlap: that dispatch runs beside the compute of experts of another micro-batch.
         frozen: a row of `FROZEN`.  Buffers are whole always.
+        framework: the framework that it is of, such as 'megatron-core'.  '' is autopar's own engine.
         fitted: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`).
     """
 
@@ -153,6 +154,7 @@ class Software:
     dispatch: str = "copies"
     dispatch_overlap: bool = False
     frozen: str = "whole"
+    framework: str = ""
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
@@ -188,6 +190,11 @@ class Software:
             )
         if not isinstance(self.fitted, FittedConstants):
             raise AutoparError(f"software: fitted={shown(self.fitted)} must be FittedConstants")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is autopar's own engine that runs."""
+        return not self.framework
 
     @property
     def joins(self) -> Joins:
@@ -262,7 +269,15 @@ class Software:
         return Software(**values)
 
 
-_SAID = ("compiled", "attention_kernel", "matmul_dtype", "fp8_head", "fp8_scaling", "fitted")
+_SAID = (
+    "framework",
+    "compiled",
+    "attention_kernel",
+    "matmul_dtype",
+    "fp8_head",
+    "fp8_scaling",
+    "fitted",
+)
 """Fields of `Software` that its text says, or that are no software."""
 
 

@@ -97,7 +97,7 @@ __all__ = [
     "static_bytes",
 ]
 
-COST_MODEL_VERSION = "16"
+COST_MODEL_VERSION = "17"
 """The version of the cost models. Plans record it, since predictions of different versions are not
 comparable.
 """

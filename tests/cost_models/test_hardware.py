@@ -168,5 +168,5 @@ def test_unknown_names_suggest_the_nearest():
 
 
 def test_version_is_a_text():
-    assert cm.COST_MODEL_VERSION == "16"
+    assert cm.COST_MODEL_VERSION == "17"
     assert set(cm.__all__) <= set(dir(cm))

@@ -161,11 +161,8 @@ def test_a_small_micro_batch_is_one_whose_products_are_slow():
 def test_a_host_that_issues_kernels_too_slowly():
     t = task("gpt:layers=12,hidden=1024,heads=16,vocab=50304,seq=1024", "h200:1", 16, 1024)
     (finding,) = found(t, {"micro_batch": 1, "recompute": "none"}, "host-bound")
-    assert (
-        finding.numbers["host_s"] > finding.numbers["step_s"] and "compile=True" in finding.remedy
-    )
-    (again,) = found(t, {"micro_batch": 1, "recompute": "full"}, "host-bound")
-    assert 1.2 < again.numbers["kernels"] / finding.numbers["kernels"] < 1.5, "forward runs again"
+    assert finding.numbers["waiting_s"] > 0.1 * finding.numbers["step_s"]
+    assert "compile=True" in finding.remedy
     assert not found(t, {"micro_batch": 16, "recompute": "none"}, "host-bound")
     assert not found(task("gpt-tiny", "cpu:1", 16, 64), {"micro_batch": 1}, "host-bound")
 
@@ -187,11 +184,12 @@ def test_the_host_is_that_of_the_software():
         )
         return named(lint(plan, t.cluster, t.traced), "host-bound")
 
-    (slow,) = bound(issue_s=2 * t.cluster.device.issue_s)
-    assert slow.numbers["host_s"] == pytest.approx(2 * usual.numbers["host_s"])
-    assert slow.numbers["kernels"] == pytest.approx(usual.numbers["kernels"])
-    (compiled,) = bound(compiled=True, issue_s=1e-3)
-    assert compiled.numbers["kernels"] < usual.numbers["kernels"], "some kernels are joined"
+    each_s = t.cluster.device.issue_s
+    (slow,), (slower,) = bound(issue_s=2 * each_s), bound(issue_s=3 * each_s)
+    once_s = slower.numbers["waiting_s"] - slow.numbers["waiting_s"]
+    assert once_s == pytest.approx(slow.numbers["waiting_s"] - usual.numbers["waiting_s"])
+    (compiled,) = bound(compiled=True, issue_s=2 * each_s)
+    assert compiled.numbers["waiting_s"] < slow.numbers["waiting_s"], "some kernels are joined"
     assert "CUDA graphs" in compiled.remedy
     assert not bound(cuda_graphs="all")
 
@@ -206,7 +204,7 @@ def test_findings_are_shown_and_a_plan_without_model_has_those_of_the_plan():
     t = deep()
     plan = t.plan({"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2, "schedule": "1f1b"})
     alone, whole = lint(plan, t.cluster), lint(plan, t.cluster, t.traced)
-    assert [f.lint for f in alone] == ["bubble"] and {f.lint for f in whole} >= {
+    assert [f.lint for f in alone] == ["bubble", "host-bound"] and {f.lint for f in whole} >= {
         "bubble",
         "small micro-batch",
     }

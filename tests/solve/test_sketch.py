@@ -35,7 +35,9 @@ def some_sketch(rng: random.Random, units: int) -> tuple[Sketch, list[list[float
         prices=np.array([0.1, 0.4]),
     )
     whole_s = [[line + more for line, more in zip(of, more_s, strict=True)] for of in lines_s]
-    return priced.with_parameters([more / 3 for more in more_s], more_s, once_s), whole_s
+    return priced.with_parameters(
+        [more / 3 for more in more_s], more_s, once_s, [0.0] * len(more_s)
+    ), whole_s
 
 
 def by_hand(

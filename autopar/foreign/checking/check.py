@@ -195,7 +195,7 @@ def _priced(answer: Answer, setting: JobSetting) -> Answer:
     which no verdict is given, the price alone.
     """
     try:
-        run, plan = setting.run, setting.with_host(setting.plan_of(setting.job.layout))
+        run, plan = setting.run, setting.plan_of(setting.job.layout)
     except AutoparError as error:
         return replace(answer, why_not=str(error))
     answer = replace(answer, plan=plan, setting=setting)

@@ -18,7 +18,6 @@ from autopar.foreign.published.defaults import complete
 from autopar.foreign.published.evaluate import (
     case_of,
 )
-from autopar.foreign.published.host import waiting_s
 from autopar.foreign.published.run import (
     Run,
     row_of_layout,
@@ -125,28 +124,6 @@ class JobSetting:
         if key not in self._plans:
             self._plans[key] = price(self.traced, request)
         return self._plans[key]
-
-    def with_host(self, plan: Plan) -> Plan:
-        """A plan of this setting, whose step also has the time in which devices wait for the host,
-        as `autopar predict` counts it. The search does not.
-        """
-        request = self._request(self.cluster, plan.global_batch, {})
-        waits_s = waiting_s(plan, self.traced, request)
-        if not waits_s:
-            return plan
-        alone = plan.predicted
-        step_s = alone.step_time_s + waits_s
-        slower = alone.step_time_s / step_s
-        return replace(
-            plan,
-            predicted=replace(
-                alone,
-                step_time_s=step_s,
-                tokens_per_s=alone.tokens_per_s * slower,
-                mfu=alone.mfu * slower,
-                breakdown=alone.breakdown | {"host": waits_s},
-            ),
-        )
 
     def request_of(self, layout: Layout, cluster: ClusterSpec) -> PlanRequest:
         """The request for the plan with a layout on a cluster with as many devices."""

@@ -33,11 +33,11 @@ def best_within(setting: JobSetting, deadline: Deadline) -> tuple[Plan, float]:
     groups = _groups(setting)
     searches = Searches(deadline, len(groups))
     if len(groups) == 1:
-        return _bounded(setting.best(restriction, searches.next_s()), setting)
+        return _bounded(setting.best(restriction, searches.next_s()))
     found, bounds, errors = list[Plan](), list[float](), list[AutoparError]()
     for kinds, of in groups.items():
         try:
-            plan, bound_s = _bounded(of.best(_within(restriction, kinds), searches.next_s()), of)
+            plan, bound_s = _bounded(of.best(_within(restriction, kinds), searches.next_s()))
         except NoLayout:
             continue
         except AutoparError as error:
@@ -49,7 +49,7 @@ def best_within(setting: JobSetting, deadline: Deadline) -> tuple[Plan, float]:
     if errors and not found:
         raise next((error for error in errors if not _none_fits(error)), errors[0])
     if not found:  # which says why
-        return _bounded(setting.best(restriction, searches.next_s()), setting)
+        return _bounded(setting.best(restriction, searches.next_s()))
     least_s = min(plan.predicted.step_time_s for plan in found)
     alike = [p for p in found if p.predicted.step_time_s <= (1 + TOLERANCE) * least_s]
     return min(alike, key=lambda plan: (plan.zero, plan.mesh.pp, plan.mesh.tp)), min(bounds)
@@ -60,8 +60,8 @@ def _none_fits(error: AutoparError) -> bool:
     return isinstance(error, NoPlanFits) and error.proven
 
 
-def _bounded(plan: Plan, setting: JobSetting) -> tuple[Plan, float]:
-    return setting.with_host(plan), plan.certificate.bound_s
+def _bounded(plan: Plan) -> tuple[Plan, float]:
+    return plan, plan.certificate.bound_s
 
 
 def _groups(setting: JobSetting) -> dict[frozenset[_Kind], JobSetting]:

@@ -32,7 +32,7 @@ class Written:
         """The plan of the file as it is then, on devices with unlimited memory. Raises AutoparError
         if it cannot be priced.
         """
-        return self.setting.with_host(self.setting.plan_of(self.setting.job.layout))
+        return self.setting.plan_of(self.setting.job.layout)
 
 
 def written(setting: JobSetting, layout: Layout) -> Written | None:

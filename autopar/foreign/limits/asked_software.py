@@ -66,4 +66,6 @@ def software_like(
         limits_of(target or "").software_for if name is None else partial(software_as_pinned, name)
     )
     base = own(generations.pop() if len(generations) == 1 else "", **facts)
-    return replace(base, **{name: getattr(parts, name) for name in parts.as_data()})
+    framework = name or limits_of(target or "").software
+    own_parts = {name: getattr(parts, name) for name in parts.as_data()}
+    return replace(base, framework=framework, **own_parts)

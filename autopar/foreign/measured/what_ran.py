@@ -10,7 +10,6 @@ from autopar.errors import AutoparError
 from autopar.foreign.checking.pricing import job_setting
 from autopar.foreign.frameworks.registry import read_job
 from autopar.foreign.pinned import price, unlimited
-from autopar.foreign.published.host import waiting_s
 from autopar.foreign.verdicts import withheld
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -25,15 +24,19 @@ from autopar.text.plan_words import named_cluster
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A plan, and the seconds of a step in which its devices wait for the host."""
+    """The seconds of a plan, by what a measured run tells."""
 
     plan: Plan
-    waiting_s: float
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, with the waiting."""
-        return self.plan.predicted.step_time_s + self.waiting_s
+        """Seconds of a step."""
+        return self.plan.predicted.step_time_s
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of a step in which devices wait for the host."""
+        return self.plan.predicted.breakdown.get("host", 0.0)
 
     @property
     def compute_s(self) -> float:
@@ -71,8 +74,7 @@ class WhatRan:
     def priced(self, cluster: ClusterSpec) -> Price:
         """Its price on a cluster of as many devices."""
         request = self.request(unlimited(cluster))
-        plan = price(self.traced, request)
-        return Price(plan, waiting_s(plan, self.traced, request))
+        return Price(price(self.traced, request))
 
 
 def saved_plan(

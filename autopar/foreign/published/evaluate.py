@@ -29,7 +29,6 @@ from autopar.foreign.published.frameworks import (
     run_job,
     saves_where_tight,
 )
-from autopar.foreign.published.host import waiting_s
 from autopar.foreign.published.machines import device_of, network_of
 from autopar.foreign.published.run import Run, RunPrediction
 from autopar.ir.cluster import ClusterSpec
@@ -100,8 +99,7 @@ def price_run(case: PredictionInputs) -> RunPrediction:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
     if case.run.one_layer:
         return _one_more(case)
-    plan = _pinned(case)
-    return _prediction(case, plan, _waiting_s(case, plan))
+    return _prediction(case, _pinned(case))
 
 
 def plan_freely(case: PredictionInputs, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
@@ -145,18 +143,12 @@ def _request(case: PredictionInputs, pin: dict[str, Any], memory_bytes: int) -> 
     return foreign_request(cluster, case.run.global_batch, pin, case.software, name=case.run.id)
 
 
-def _waiting_s(case: PredictionInputs, plan: Plan) -> float:
-    """Seconds of a step in which the devices of the pinned plan wait for the host."""
-    return waiting_s(plan, _traced(case.run), pinned_request(case))
-
-
-def _prediction(case: PredictionInputs, plan: Plan, waiting_s: float = 0.0) -> RunPrediction:
-    """The prediction of a plan whose devices wait for the host for `waiting_s` seconds of a step."""
+def _prediction(case: PredictionInputs, plan: Plan) -> RunPrediction:
     predicted = plan.predicted
     return RunPrediction(
-        predicted.step_time_s + waiting_s,
+        predicted.step_time_s,
         max(predicted.peak_memory_bytes),
-        predicted.breakdown | ({"host": waiting_s} if waiting_s else {}),
+        predicted.breakdown,
         outside_bytes(plan.mesh, plan.shard, case.cluster.device),
         first_rank_bytes=predicted.peak_memory_bytes[0],
         kept_bytes=predicted.memory.get("kept", 0),
@@ -171,7 +163,7 @@ def _one_more(case: PredictionInputs) -> RunPrediction:
     """
     two, three = (_prediction(case, _pinned(case, layers)) for layers in (2, 3))
     names = [name for name in three.breakdown if name != "step"]
-    parts = {name: three.breakdown[name] - two.breakdown[name] for name in names}
+    parts = {name: three.breakdown[name] - two.breakdown.get(name, 0.0) for name in names}
     memory_bytes = three.peak_memory_bytes - two.peak_memory_bytes
     return RunPrediction(sum(parts.values()), memory_bytes, parts)
 
@@ -207,7 +199,7 @@ def _software(run: Run, generation: str) -> Software:
         found["routing_operations"] += bias_operations(run)
     if buffers := gather_buffer_bytes(run):
         found["workspace_bytes"] = buffers
-    return Software(compiled=run.software.compile, **found)
+    return Software(compiled=run.software.compile, framework=run.software.framework, **found)
 
 
 def model_of(run: Run, layers: int | None = None) -> nn.Module:

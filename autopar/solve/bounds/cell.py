@@ -16,7 +16,7 @@ from autopar.solve.costs.placement_cost import SegmentCost, input_bytes
 from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.elimination.bucket_elimination import Question, Tables
-from autopar.solve.integer_program.lp_relaxation import least_saved
+from autopar.solve.integer_program.lp_relaxation import least_issue_s, least_saved
 
 _SHARES = (0.0, 0.02, 0.04, 0.08, 0.16, 0.32)
 """The cost of all kept bytes, relative to the compute time, at each price of a byte that a cell
@@ -140,7 +140,16 @@ class Cell:
         mode. Memory is unlimited.
         """
         forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
-        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
+        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s), self.issue_s)
+
+    @cached_property
+    def issue_s(self) -> list[float]:
+        """By unit, a lower bound on the seconds in which the host issues a micro-batch, without
+        parameters.
+        """
+        kinds = ("input", "op", "output")
+        of_class = [fsum(least_issue_s(block, kinds)) for block in self.first.classes]
+        return self.by_unit([of_class[index] for index in self.first.segments])
 
     @cached_property
     def hasty_glance(self) -> Sketch:
@@ -150,7 +159,7 @@ class Cell:
         of_class = cheapest_s(self.first)
         forward_s = [of_class[index][0] for index in self.first.segments]
         work_s = [sum(of_class[index]) for index in self.first.segments]
-        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
+        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s), self.issue_s)
 
     def glance_s(self, schedule: Schedule, micro_batches: int, is_hasty: bool = False) -> float:
         """A lower bound on the step seconds with unlimited memory, for a step of `micro_batches`,

@@ -32,6 +32,7 @@ from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.costs.schedule import Schedule, ramp
 from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.elimination.cost_tables import Stack
+from autopar.solve.integer_program.lp_relaxation import least_issue_s
 from autopar.solve.staging.interleaved import least_held, unit_deals
 
 _CLOSE = 1e-5
@@ -241,9 +242,10 @@ def leanest(tables: Tables, parameters: Sequence[Stack], model: AnnotatedModel) 
 # ----------------------------------------------------------------------------------------------- costs that no placement goes below
 
 
-def parameters_s(models: Models) -> list[tuple[float, float, float]]:
+def parameters_s(models: Models) -> list[tuple[float, float, float, float]]:
     """For each class, lower bounds in any recompute mode on the seconds of (forward, forward and
-    backward, once a step). The first two count only ops that depend on dp.
+    backward, once a step, the host's for parameters). The first two count only ops that depend on
+    dp.
     """
     found = []
     for blocks in zip(*(model.classes for model in models.values()), strict=True):
@@ -257,6 +259,7 @@ def parameters_s(models: Models) -> list[tuple[float, float, float]]:
                     for own in following
                 ),
                 min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
+                min(fsum(least_issue_s(block, ("parameter",))) for block in blocks),
             )
         )
     return found

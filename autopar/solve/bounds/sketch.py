@@ -5,7 +5,8 @@ Each unit of the row (a block and the segments beside it, `unit_row.py`) takes t
 of its segments separately. The minima are for forward, for forward and backward together, and for
 these with kept bytes at a price. Take a rank whose units add up to L seconds at a price u. It holds
 what they keep h times in `room` bytes. It takes at least L - u x room / h seconds per micro-batch,
-in any modes of its blocks. It starts when the first micro-batch has passed the ranks before it.
+in any modes of its blocks, and as long as the host issues them. It starts when the first
+micro-batch has passed the ranks before it.
 
 With one stage per rank, the best cut is found rank by rank; with several stages, the best deal is
 taken. Unlike the bound by totals, this considers whole blocks, waiting and memory at once.
@@ -37,7 +38,8 @@ class Sketch:
     """Lower bounds over the units of a model (blocks with their neighbours), as prefix sums: one
     entry more than units. `forward_s` and `work_s` (forward and backward) are seconds per
     micro-batch. `lines_s` has a row for each of `prices`: `work_s` plus what blocks keep, at that
-    price in seconds per byte. `once_s` is seconds once a step.
+    price in seconds per byte. `once_s` is seconds once a step, `issue_s` the host's seconds per
+    micro-batch.
     """
 
     forward_s: np.ndarray
@@ -45,20 +47,34 @@ class Sketch:
     once_s: np.ndarray
     lines_s: np.ndarray
     prices: np.ndarray
+    issue_s: np.ndarray
 
     @staticmethod
-    def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
-        """A sketch of units with these seconds per micro-batch, without prices and parameters."""
+    def of_units(
+        forward_s: Sequence[float], work_s: Sequence[float], issue_s: Sequence[float] = ()
+    ) -> Sketch:
+        """A sketch of units with these seconds per micro-batch, without prices and parameters. By
+        default the host issues at once.
+        """
         none = np.zeros((0, len(work_s) + 1))
         return Sketch(
-            prefix_sums(forward_s), prefix_sums(work_s), none.sum(axis=0), none, np.zeros(0)
+            forward_s=prefix_sums(forward_s),
+            work_s=prefix_sums(work_s),
+            once_s=none.sum(axis=0),
+            lines_s=none,
+            prices=np.zeros(0),
+            issue_s=prefix_sums(issue_s or [0.0] * len(work_s)),
         )
 
     def with_parameters(
-        self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]
+        self,
+        forward_s: Sequence[float],
+        work_s: Sequence[float],
+        once_s: Sequence[float],
+        issue_s: Sequence[float],
     ) -> Sketch:
-        """This sketch with lower bounds for the parameters of each unit: `forward_s` and `work_s`
-        are added, `once_s` replaces seconds once a step.
+        """This sketch with lower bounds for the parameters of each unit: `forward_s`, `work_s` and
+        `issue_s` are added, `once_s` replaces seconds once a step.
         """
         more_s = prefix_sums(work_s)
         return replace(
@@ -67,6 +83,7 @@ class Sketch:
             work_s=self.work_s + more_s,
             once_s=prefix_sums(once_s),
             lines_s=self.lines_s + more_s,
+            issue_s=self.issue_s + prefix_sums(issue_s),
         )
 
     @property
@@ -126,6 +143,7 @@ class Sketch:
         ranks wait) are prefix sums over units; the rest is as in `bound_s`.
         """
         work_s, once_s = _between(self.work_s), _between(self.once_s)
+        issue_s = _between(self.issue_s)
         limits = (
             (_between(self.lines_s), work_s, room_bytes - _between(static))
             if room_bytes < np.inf
@@ -136,7 +154,8 @@ class Sketch:
         @cache
         def ended_s(of_rank: float) -> np.ndarray:
             own_s = work_s if limits is None else self._taken_s(*limits, of_rank)
-            return np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
+            taken_s = np.maximum(waits_s[:, None] + micro_batches * own_s, micro_batches * issue_s)
+            return np.where(later, taken_s + once_s, np.inf)
 
         ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
         for of_rank in held.tolist():
@@ -166,7 +185,8 @@ class Sketch:
                 of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held
             )
         step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
-        return (step_s + of_ranks(self.once_s).max(axis=1)).min()
+        issued_s = micro_batches * of_ranks(self.issue_s).max(axis=1)
+        return (np.maximum(step_s, issued_s) + of_ranks(self.once_s).max(axis=1)).min()
 
     def likely_s(
         self,
@@ -188,6 +208,7 @@ class Sketch:
         if room < np.inf:
             lines = zip(self.prices.tolist(), self.lines_s[:, -1].tolist(), strict=True)
             each_s = max([each_s, *(line_s / ranks - price * room for price, line_s in lines)])
+        each_s = max(each_s, float(self.issue_s[-1]) / ranks)
         waiting = (
             (ranks - 1)
             / schedule.stages_per_rank

@@ -19,6 +19,8 @@ from autopar.solve.costs.recompute_mix import Models
 _LEAST = (
     "forward_s",
     "backward_s",
+    "forward_dispatch_s",
+    "backward_dispatch_s",
     "step_s",
     "static_bytes",
     "gradient_bytes",

@@ -6,10 +6,12 @@ Segments before the first block belong to the first stage, segments after the la
 last. `best_staging.py` finds where stages begin, unless a pin gives their sizes. `cut_blocks` in this
 module distributes blocks as evenly as possible; stages with the least other work get one block more.
 
-    step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
+    step    = schedule of the stages (`autopar_cost_models.pipeline`) + host + the slowest rank's work once a step
+    host    = (micro-batches + (ranks - 1) / stages of a rank) x what the slowest host takes longer for a micro-batch
+              than the slowest device; the second term counts as bubble
     memory  = static + micro-batches in flight x (kept + sent) + the peak of backward, for each rank
 
-Two more terms may apply. Under zero bubble, micro-batches that wait for gradients of parameters
+Two more terms of memory may apply. Under zero bubble, micro-batches that wait for gradients of parameters
 hold more than they kept, less what the model's last segment has freed, if a rank has one stage.
 With several stages a rank, an incoming and an outgoing message are added.
 
@@ -25,7 +27,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import pairwise
-from math import fsum
 
 from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time, splits_backward
 
@@ -35,6 +36,7 @@ from autopar.solve.costs.placement_cost import (
     SegmentCost,
     arrivals,
     class_costs,
+    host_part,
     static_parts,
 )
 
@@ -77,11 +79,16 @@ def pipelined(
     crossing = messages_bytes(model, choices)
     sent = [crossing[stage[0]] if stage else 0 for stage in stages[1:]] + [0]  # by each stage
     hop_s = longest_hop_s(different.values(), sent)
-    took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     of_rank = [
         [segment for stage in stages[rank :: setting.ranks] for segment in stage]
         for rank in range(setting.ranks)
     ]
+    issue_s = [
+        one.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
+        for one, own, mine in zip(models, costs, of_rank, strict=True)
+    ]
+
+    took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     shared = [
         borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)
     ]
@@ -104,16 +111,20 @@ def pipelined(
         _memory(models[rank], choices, stages, rank, costs[rank], kept)
         for rank, kept in enumerate(kept_by_rank)
     ]
-    busy_s = model.num_microbatches * max(
+    slowest_s = max(
         sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks))
         for rank in range(setting.ranks)
     )
+    busy_s = model.num_microbatches * slowest_s
+    # the host sets the pace of all micro-batches, and of the bubble
+    waits_s = max(max(issue_s) - slowest_s, 0.0)
+    ramp = (setting.ranks - 1) / setting.stages_per_rank
     parts = {
         "stages": busy_s,
-        "bubble": took.time_s - busy_s,
+        "bubble": took.time_s - busy_s + ramp * waits_s,
         "step": max(step_s),
         "fixed": model.fixed_s,
-    }
+    } | host_part(model.num_microbatches * waits_s)
     fullest = max(held, key=lambda parts: sum(parts.values()))
     return Pipelined(
         sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest
@@ -426,24 +437,3 @@ def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -
                 )
             )
     return found
-
-
-def host_s(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> float:
-    """Seconds that the host of the busiest rank needs to issue the kernels of a step. Rank r of
-    `ranks` has stages r, r + `ranks`, and so on. 0.0 on CPUs.
-    """
-    of_classes = [
-        _issued_s(block, choice) for block, choice in zip(model.classes, choices, strict=True)
-    ]
-    of_ranks = (
-        fsum(of_classes[model.segments[s]] for stage in stages[rank::ranks] for s in stage)
-        for rank in range(ranks)
-    )
-    return model.num_microbatches * max(of_ranks)
-
-
-def _issued_s(block: AnnotatedBlock, choice: Mapping[str, str]) -> float:
-    """Seconds for one segment of a class and one micro-batch; recomputation issues forward again."""
-    strategies = [op.strategy(choice[op.name]) for op in block.ops]
-    forward = fsum(s.forward_dispatch_s for s in strategies)
-    return (1 + block.recompute) * forward + fsum(s.backward_dispatch_s for s in strategies)

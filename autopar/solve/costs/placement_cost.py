@@ -1,12 +1,14 @@
 """The cost of a placement, computed directly from the definition. No solver is involved, so this
 can check one.
 
-    time   = num_microbatches * (sum over classes count * (forward + backward + conversions) + sum over edges count * conversion)
-             + sum over classes count * step + fixed_s
+    work   = num_microbatches * (sum over classes count * (forward + backward + conversions) + sum over edges count * conversion)
+    host   = what num_microbatches * (sum over classes count * issue) is longer than work
+    time   = work + host + sum over classes count * step + fixed_s
     memory = fixed_bytes + sum over classes count * (static + kept) + transient
 
 A value is converted once for each distinct layout that a consumer needs and its producer does not
-deliver. With recomputation, `kept` is the inputs of the class; otherwise it is the saved tensors.
+deliver. The host issues the kernels of a micro-batch beside the device, so it takes the longer of
+both. With recomputation, `kept` is the inputs of the class; otherwise it is the saved tensors.
 `transient` is the peak of backward: in a segment of class c, its workspace. With recomputation,
 what it saves besides its inputs is added. Except in the last segment, what that one has freed by
 then is subtracted. Of a group of tied parameters only the first member has static bytes and step
@@ -41,10 +43,10 @@ class InconsistentPlacement(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The cost of one step on one device. `forward_s` to `fixed_s` sum to `time_s`; `static_bytes`
+    """The cost of one step on one device. `forward_s` to `host_s` sum to `time_s`; `static_bytes`
     to `fixed_bytes` sum to `memory_bytes`. `communication_s` is what of `time_s` without `fixed_s`
-    is communication; `dispatch_s` (host) is no part of `time_s`. `gradient_bytes` and
-    `optimizer_bytes` are parts of `static_bytes`.
+    is communication. The host issues for `issue_s` seconds, and the device waits for it for
+    `host_s`. `gradient_bytes` and `optimizer_bytes` are parts of `static_bytes`.
     """
 
     time_s: float
@@ -56,24 +58,28 @@ class Priced:
     edge_s: float  # between segments
     step_s: float
     fixed_s: float
+    host_s: float
     static_bytes: int
     kept_bytes: int  # from forward to backward
     transient_bytes: int
     fixed_bytes: int
     communication_s: float = 0.0  # of all parts but `fixed_s`: what is communication
-    dispatch_s: float = (
-        0.0  # what the host needs to issue the kernels, recomputation included; no part of `time_s`
-    )
+    issue_s: float = 0.0
     gradient_bytes: int = 0  # of `static_bytes`
     optimizer_bytes: int = 0  # of `static_bytes`
 
     @property
     def time_parts(self) -> dict[str, float]:
-        """Seconds by part (forward, backward, recompute, conversion, edge, step, fixed). They sum
-        to `time_s`.
+        """Seconds by part (forward, backward, recompute, conversion, edge, step, fixed, and host if
+        the device waits for it). They sum to `time_s`.
         """
         parts = ("forward", "backward", "recompute", "conversion", "edge", "step", "fixed")
-        return {part: getattr(self, f"{part}_s") for part in parts}
+        return {part: getattr(self, f"{part}_s") for part in parts} | host_part(self.host_s)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of a step if the device waited for nothing."""
+        return fsum(seconds for part, seconds in self.time_parts.items() if part != "host")
 
     @property
     def memory_parts(self) -> dict[str, int]:
@@ -84,6 +90,11 @@ class Priced:
             **static_parts(self.static_bytes, self.gradient_bytes, self.optimizer_bytes),
             **{part: getattr(self, f"{part}_bytes") for part in ("kept", "transient", "fixed")},
         }
+
+
+def host_part(host_s: float) -> dict[str, float]:
+    """The part of a step in which devices wait for the host, as a row of a breakdown; {} without."""
+    return {"host": host_s} if host_s else {}
 
 
 def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -> dict[str, int]:
@@ -102,7 +113,7 @@ def price_placement(model: AnnotatedModel, choices: Sequence[Mapping[str, str]])
     _check_ties(model, chosen)
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
-    communication, dispatch = [], []
+    communication, issue = [], []
     static = gradients = optimizer = kept = 0
     for block, strategies in zip(model.classes, chosen, strict=True):
         conversions = list(_conversions(block, strategies))
@@ -120,7 +131,7 @@ def price_placement(model: AnnotatedModel, choices: Sequence[Mapping[str, str]])
         times = micro * block.count
         communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in paying]
         communication += [block.count * s.step_comm_s for s in strategies.values()]
-        dispatch += [
+        issue += [
             times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()
         ]
         kept += block.count * _kept_bytes(block, strategies)
@@ -128,6 +139,7 @@ def price_placement(model: AnnotatedModel, choices: Sequence[Mapping[str, str]])
     crossed = list(_edge_conversions(model, chosen))
     edge = [micro * e.count * (c.forward_s + c.backward_s) for e, c in crossed]
     communication += [micro * e.count * (c.forward_comm_s + c.backward_comm_s) for e, c in crossed]
+    work_s, issue_s = fsum([*forward, *backward, *recompute, *conversion, *edge]), fsum(issue)
     parts_s = {
         "forward_s": fsum(forward),
         "backward_s": fsum(backward),
@@ -136,6 +148,7 @@ def price_placement(model: AnnotatedModel, choices: Sequence[Mapping[str, str]])
         "edge_s": fsum(edge),
         "step_s": fsum(step),
         "fixed_s": model.fixed_s,
+        "host_s": max(issue_s - work_s, 0.0),
     }
     return Priced(
         time_s=fsum(parts_s.values()),
@@ -146,7 +159,7 @@ def price_placement(model: AnnotatedModel, choices: Sequence[Mapping[str, str]])
         transient_bytes=transient,
         fixed_bytes=model.fixed_bytes,
         communication_s=fsum(communication),
-        dispatch_s=fsum(dispatch),
+        issue_s=issue_s,
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
     )
@@ -173,7 +186,8 @@ class SegmentCost:
     Recomputation is part of `backward_s`. `weight_s` is the part of `backward_s` that computes
     gradients of parameters. `late_bytes` is how much more a micro-batch holds between the two parts
     of a split backward than it kept; it may be negative. `again_bytes` is the part of
-    `transient_bytes` that is recomputed.
+    `transient_bytes` that is recomputed. `issue_s` is what the host needs to issue forward and
+    backward.
     """
 
     forward_s: float
@@ -188,6 +202,7 @@ class SegmentCost:
     host_bytes: int = 0
     late_bytes: int = 0
     again_bytes: int = 0
+    issue_s: float = 0.0
 
     @property
     def parted_transient_bytes(self) -> int:
@@ -223,6 +238,7 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
                 host_bytes=sum(s.host_bytes for s in own),
                 late_bytes=late_bytes(own) - kept,
                 again_bytes=again_bytes(block, own),
+                issue_s=fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in own),
             )
         )
     return found

@@ -8,7 +8,7 @@ from them here, and holds for any tolerance of GLOP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, fsum, inf
 
@@ -170,9 +170,17 @@ def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.
 
 def quick_time_bound(model: AnnotatedModel) -> float:
     """A lower bound on the step seconds of any placement: every op with its cheapest strategy, and
-    free conversions.
+    free conversions. Or as long as the host takes, if that is more.
     """
     total = [model.fixed_s]
+    waiting = [
+        block.count
+        * fsum(
+            model.num_microbatches * issue_s + min(s.step_s for s in op.strategies)
+            for op, issue_s in zip(block.ops, least_issue_s(block), strict=True)
+        )
+        for block in model.classes
+    ]
     for block in model.classes:
         for op in block.ops:
             total.append(
@@ -182,7 +190,16 @@ def quick_time_bound(model: AnnotatedModel) -> float:
                     for s in op.strategies
                 )
             )
-    return fsum(total) * (1 - _ROUNDING)
+    return max(fsum(total), fsum([model.fixed_s, *waiting])) * (1 - _ROUNDING)
+
+
+def least_issue_s(block: AnnotatedBlock, kinds: Sequence[str] = ()) -> Iterator[float]:
+    """For each op of a class, or each of these kinds, a lower bound on the seconds in which the host
+    issues a micro-batch of it.
+    """
+    for op in block.ops:
+        if not kinds or op.kind in kinds:
+            yield min(s.forward_dispatch_s + s.backward_dispatch_s for s in op.strategies)
 
 
 def quick_memory_bound(model: AnnotatedModel) -> int:

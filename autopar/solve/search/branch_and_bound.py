@@ -360,10 +360,12 @@ class UniformRefiner:
 
     def _narrow(self, entry: Entry, solver: UniformSolver) -> None:
         """Splits some families of placements of an entry. Closes it instead if enough were split in
-        the search and its bound is within 0.1 % of the best time.
+        the search, and its bound is within 0.1 % of the best time or its devices wait for the host:
+        families are bounded by the device, which does not decide then.
         """
         splits = sum(one.splits for one in self.state.entries)
         is_close = entry.bound_s >= (1 - _CLOSE) * self.state.best_s
+        is_close |= entry.solution is not None and "host" in entry.solution.breakdown
         if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
             outcome = "solved" if entry.solution else "unexplored"
             entry.close(outcome, f"{splits} families were split", entry.bound_s)

@@ -5,7 +5,7 @@ totals over all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -24,6 +24,11 @@ from autopar.solve.elimination.bucket_elimination import Question
 from autopar.solve.elimination.cost_tables import Stack
 from autopar.solve.integer_program.lp_relaxation import least_static_by_class
 from autopar.solve.search.candidate_models import CandidateModels
+
+_DEVICE_SHARES = (0.75, 0.5, 0.25, 1e-4)
+"""Weights of the device's time in a mean of it and the host's. With the last, what runs once a step
+decides among placements.
+"""
 
 
 @dataclass
@@ -141,7 +146,7 @@ class CandidateBounds:
         least, first, cell = self.models.least, self.models.first, self.cell
         of_class = parameters_s(least)
         parts = (
-            cell.by_unit([of_class[index][part] for index in first.segments]) for part in range(3)
+            cell.by_unit([of_class[index][part] for index in first.segments]) for part in range(4)
         )
         sketch, static = cell.sketch.with_parameters(*parts), least_static_by_class(first)
         self.by_schedule = self.by_schedule or dict.fromkeys(self.schedules, 0.0)
@@ -152,7 +157,31 @@ class CandidateBounds:
             raise_totals(cell, least, self.parameters, open_, self.capacity_bytes, upper_bound_s)
         for schedule, total in self.totals.items():
             self.raise_to(schedule, total.dual.best_s + first.fixed_s)
+            if schedule.ranks == 1:
+                self._raise_by_host(schedule, total, float(sketch.issue_s[-1]))
         return self.least_s, likely_s
+
+    def _raise_by_host(self, schedule: Schedule, total: Total, issue_s: float) -> None:
+        """Raises the bound without a pipeline if the host may decide, which issues a micro-batch in
+        at least `issue_s`: the longer of device and host is no less than any mean of both. Adds the
+        placements that are best then.
+        """
+        first, price = self.models.first, total.dual.best_price
+        if self.by_schedule[schedule] <= total.dual.best_s + first.fixed_s or price == inf:
+            return  # the device decides
+        room = 0 if self.capacity_bytes is None else self.capacity_bytes - first.fixed_bytes
+        question = total.question(price)
+        asked = [replace(question, forward=share, backward=share) for share in _DEVICE_SHARES]
+        found = self.cell.tables.least(asked, self.parameters)
+        if found is None:
+            return
+        for number, share in enumerate(_DEVICE_SHARES):
+            least_s = total.bound_s(float(found.cost_s[number]), price, room) + first.fixed_s
+            host_s = (1 - share) * first.num_microbatches * issue_s
+            self.raise_to(schedule, least_s + host_s)
+            choices = found.placement(number, first)
+            if choices and choices not in total.placements:
+                total.placements.append(choices)
 
     def possible(self, upper_bound_s: float) -> Family:
         """The family of all placements, without strategies for which totals prove that no placement

@@ -132,7 +132,7 @@ class UniformSolver:
         if found.choices is None:
             return None
         staged = self.stager.staged(found.choices, ALONE, inf)
-        if isinstance(staged, float) or staged.solution.time_s > found.time_s:
+        if isinstance(staged, float) or staged.solution.priced.device_s > found.time_s:
             raise SolverAuditError(
                 f"CP-SAT found a placement that fits in {found.time_s} s; staged, it takes {staged}"
             )
