@@ -10,23 +10,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.api import parallelize
 from autopar.api import plan as make_plan
-from autopar.explaining.plan_report import plan_table
+from autopar.explaining.plan_report import PlanFacts, plan_reply
 from autopar.ir.plan import Plan
 from autopar.models import ModelSpec, parse_model
 from autopar.runtime.ranks.launch import run_workers
 from autopar.text.layout_words import describe, interesting
-from autopar.text.tables import grid
+from autopar.text.replies import Reply, Styled
+from autopar.text.tables import Table
 from autopar.verify.verify import TOLERANCES, compare_training
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py",
               "pickle.py", "random.py", "statistics.py", "subprocess.py", "tarfile.py", "threading.py", "typing.py")  # fmt: skip
@@ -90,14 +88,14 @@ def run(show: Callable[[Any], None], progress: Progress) -> bool:
             spec.build("meta"), "dgx-h100:8", spec.example_inputs(2, 8192), global_batch=512
         )
         took_s = time.perf_counter() - start
-    show(plan_table(plan))
+    show(plan_reply(PlanFacts(plan)))
     show(f"\nBuilt, traced and planned in {took_s:.1f} s.\n")
     show(
         "2. A small Llama, trained on the source of Python's standard library by 4 CPU processes (gloo) and by one device.\n"
     )
     with progress("training on 1 device, then on 4 processes") as tell:
         result = train_both(tell=tell)
-    show(demo_table(result))
+    show(demo_reply(result))
     return result.agrees
 
 
@@ -228,13 +226,10 @@ def _rank(
     return losses, engine.full_state_dict()
 
 
-def demo_table(result: TrainResult) -> Group:
-    """A rich renderable: the plan, a table of the losses of the parallel run and of one device by
-    step, times, and whether they agree.
+def demo_reply(result: TrainResult) -> Reply:
+    """The plan, the losses of the parallel run and of one device by step, times, and whether they
+    agree.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     plan = result.plan
     choices = [
         (op, describe(op, axes["tp"]))
@@ -253,12 +248,8 @@ def demo_table(result: TrainResult) -> Group:
         (str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
         for step, (a, b) in enumerate(zip(result.losses, result.reference_losses, strict=True), 1)
     ]
-    table = grid(
-        "",
-        ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"),
-        rows,
-        right=(0, 1, 2, 3),
-    )
+    on = f"loss on {plan.mesh.num_devices} processes"
+    table = Table(("step", on, "loss on one device", "difference"), rows, (0, 1, 2, 3))
     verdict = "agree" if result.agrees else "DO NOT AGREE"
     tail = (
         f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
@@ -269,4 +260,4 @@ def demo_table(result: TrainResult) -> Group:
         f"{result.reference_time_s:.1f} s on one device."
     )
     chosen = f"In a block: {words}." if words else "Every op runs whole."
-    return Group(Text(head), Text(chosen), table, Text(times), Text(tail, style="bold"))
+    return Reply([head, chosen, table, times, Styled(tail, "bold")])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 import click
 
 from autopar.cli import options
-from autopar.cli.terminal import show
+from autopar.cli.pictures import show_reply
 
 LIST_WIDTH = 200
 """Width of the tables in columns if stdout is not a terminal."""
@@ -22,13 +20,6 @@ def _listing(command: Callable) -> Callable:
     return click.argument("words", nargs=-1, metavar="[WORD]...")(options.as_json(command))
 
 
-def _print(as_json: bool, data: Callable[[], Any], table: Callable[[], Any]) -> None:
-    if as_json:
-        click.echo(json.dumps(data(), indent=1))
-    else:
-        show(table(), LIST_WIDTH)
-
-
 @click.command(cls=options.Command)
 @_listing
 def models(words: tuple[str, ...], as_json: bool) -> None:
@@ -37,9 +28,9 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
     \u000c
     `as_json`: prints JSON instead of a table.
     """
-    from autopar.text.catalogues import models_data, models_table
+    from autopar.text.catalogues import models_reply
 
-    _print(as_json, lambda: models_data(words), lambda: models_table(words))
+    show_reply(models_reply(words), as_json, width=LIST_WIDTH)
 
 
 @click.command("devices", cls=options.Command)
@@ -50,9 +41,9 @@ def devices_command(words: tuple[str, ...], as_json: bool) -> None:
     \u000c
     `as_json`: prints JSON instead of a table.
     """
-    from autopar.text.catalogues import devices_data, devices_table
+    from autopar.text.catalogues import devices_reply
 
-    _print(as_json, lambda: devices_data(words), lambda: devices_table(words))
+    show_reply(devices_reply(words), as_json, width=LIST_WIDTH)
 
 
 @click.command(cls=options.Command)
@@ -63,9 +54,9 @@ def clusters(words: tuple[str, ...], as_json: bool) -> None:
     \u000c
     `as_json`: prints JSON instead of a table.
     """
-    from autopar.text.catalogues import clusters_data, clusters_table
+    from autopar.text.catalogues import clusters_reply
 
-    _print(as_json, lambda: clusters_data(words), lambda: clusters_table(words))
+    show_reply(clusters_reply(words), as_json, width=LIST_WIDTH)
 
 
 @click.command(cls=options.Command)

@@ -1,4 +1,4 @@
-"""Options that draw a plan: a page, SVG files, and a trace of the simulated step."""
+"""How answers are shown: as text, JSON, a page, SVG files, and a trace of the simulated step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autopar.cli.options import together
+from autopar.cli.terminal import show
 
 if TYPE_CHECKING:
     from autopar.report.page import Page
     from autopar.report.report import Report
+    from autopar.text.replies import Reply
 
 _PATH = click.Path(dir_okay=False)
 
@@ -90,3 +92,19 @@ class Pictures:
             said.append(f"{self.trace} ({events:,} events)")
         if said:
             click.echo(f"Written: {', '.join(said)}", err=True)
+
+
+def show_reply(
+    answer: Reply, as_json: bool, drawn: Pictures | None = None, width: int | None = None
+) -> None:
+    """Prints an answer as JSON or as text, of which `width` is as for `show`; writes its page if one is
+    wanted.
+    """
+    if as_json:
+        click.echo(answer.json())
+    else:
+        show(answer, width)
+    if drawn is not None and drawn.wanted:
+        from autopar.report.page import page_of
+
+        drawn.write(page_of(answer))

@@ -22,7 +22,7 @@ from click.core import ParameterSource
 from autopar import __version__
 from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
-from autopar.cli.pictures import Pictures, page_options, picture_options
+from autopar.cli.pictures import Pictures, page_options, picture_options, show_reply
 from autopar.cli.run_commands import (
     calibrate_command,
     completion,
@@ -268,10 +268,10 @@ def _check_nothing_again(ctx: click.Context, path: str) -> None:
 
 def _show_fusion(plan: Plan, asked: bool) -> None:
     """Prints what of a plan's model is fused, if `asked`; otherwise nothing."""
-    from autopar.explaining.plan_report import fusion_table
+    from autopar.explaining.plan_report import fusion_reply
 
     if asked:
-        show(fusion_table(plan.fusion))
+        show(fusion_reply(plan.fusion))
 
 
 def _explain_saved(
@@ -281,7 +281,7 @@ def _explain_saved(
     drawn: Pictures,
     detail: Mapping[str, Any],
 ) -> Plan:
-    """Prints the report on the plan file `path`, in the detail that `plan_table` takes, draws what
+    """Prints the report on the plan file `path`, in the detail that `plan_reply` takes, draws what
     `drawn` asks for, and returns the plan. `price` is as for `priced_cluster`.
     """
     from autopar.explaining.lints import lint
@@ -318,37 +318,37 @@ def _show_plan(
 ) -> None:
     """Prints a report, as JSON or as text. `chosen` says what objective its plan was chosen for, if it
     was made now; `checks` are its replay and audit. `outside` is what its search space leaves out;
-    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of `plan_table`.
+    with it the space is printed. `detail` has `tokens`, `layers` and `verbose` of `plan_reply`.
     """
     from autopar.explaining.certificate import not_proved_words
-    from autopar.explaining.plan_report import plan_table, space_table
-    from autopar.planning.objectives import chosen_data, chosen_table
-    from autopar.planning.outside import outside_data, outside_table
+    from autopar.explaining.plan_report import plan_reply, space_part
+    from autopar.planning.objectives import chosen_reply
+    from autopar.planning.outside import outside_reply
     from autopar.text.device_words import risk_words
+    from autopar.text.replies import Reply
     from autopar.text.training_words import training_of
 
+    plan, more = report.plan, {type(check).__name__.lower(): check.reply() for check in checks}
+    if outside is not None:
+        more["outside"] = outside_reply(outside, plan)
     if as_json:
-        added: dict[str, Any] = {"objective": chosen_data(chosen)} if chosen else {}
-        added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
+        added = {"objective": chosen_reply(chosen).data} if chosen else {}
+        added |= {name: reply.data for name, reply in more.items()}
         if (tokens := detail.get("tokens")) is not None:
-            added["training"] = asdict(training_of(report.plan, tokens, report.cluster))
-        if outside is not None:
-            added["outside"] = outside_data(outside)
+            added["training"] = asdict(training_of(plan, tokens, report.cluster))
         click.echo(json.dumps(report.data | added, indent=1))
         return
     if chosen:
-        for words in (risk_words(report.plan, report.cluster), not_proved_words(report.plan)):
-            if words:
-                show(words)
-        show(chosen_table(chosen))
-    said = {**report.said, **detail, "says_first": chosen is None}
-    show(plan_table(report.plan, report.counts, **said))
+        for words in filter(None, (risk_words(plan, report.cluster), not_proved_words(plan))):
+            show(words)
+        show(chosen_reply(chosen))
+    show(plan_reply(report, **detail, says_first=chosen is None))
     if outside is not None:
         if not detail["verbose"]:  # which has printed it
-            show(space_table(report.plan))
-        show(outside_table(outside, report.plan))
-    for check in checks:
-        show(check.table())
+            show(Reply([space_part(plan)]))
+        show(more.pop("outside"))
+    for reply in more.values():
+        show(reply)
 
 
 def _saved_plan(command: Any) -> Any:
@@ -408,10 +408,7 @@ def _check_saved(
     with progress(f"{check}ing") as tell:
         planned = Planner(asked_of(saved, **asked), tell)
         checked = getattr(planned, check)(saved, pins or saved.made_for.pins)
-    if as_json:
-        click.echo(json.dumps(checked.as_dict(), indent=1))
-    else:
-        show(checked.table())
+    show_reply(checked.reply(), as_json)
     ctx.exit(1 if checked.disagreements else 0)
 
 
@@ -443,7 +440,7 @@ def why_not_command(
     """
     drawn, pins = Pictures.taken_from(asked), parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
+        from autopar.explaining.why_not import check_asked, why_not, why_not_reply
         from autopar.ir.plan import Plan
 
         check_asked(pins)
@@ -454,16 +451,9 @@ def why_not_command(
             request = asked_about(plan, request)
         planned = Planner(request, tell)
         planned.expect(2 if plan is None else 1)
-        answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
-    if as_json:
-        click.echo(json.dumps(why_not_data(answer), indent=1))
-    else:
-        show(why_not_table(answer))
-    if drawn.wanted:
-        from autopar.report.question_pages import why_not_page
-
-        drawn.write(why_not_page(answer))
-    ctx.exit(0 if answer.pinned is not None else 1)
+        found = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
+    show_reply(why_not_reply(found), as_json, drawn)
+    ctx.exit(0 if found.pinned is not None else 1)
 
 
 @cli.command("compare")
@@ -501,7 +491,7 @@ def compare_command(
     """
     drawn, parsed = Pictures.taken_from(asked), [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
-        from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
+        from autopar.explaining.compare import check_compared, compare, compare_reply
         from autopar.ir.plan import Plan
 
         check_compared(parsed, saved)
@@ -510,14 +500,7 @@ def compare_command(
         planned.expect(1 + (len(pins) or _FAMILIES * (not saved)))
         plan_on = partial(planned.plan, runners_up=not pins and not saved)
         entries = compare(plan_on, planned.cluster, parsed, plans)
-    if as_json:
-        click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
-    else:
-        show(CompareTable(entries, planned.cluster))
-    if drawn.wanted:
-        from autopar.report.question_pages import compare_page
-
-        drawn.write(compare_page(entries, planned.cluster))
+    show_reply(compare_reply(entries, planned.cluster), as_json, drawn)
 
 
 @cli.command("sweep")
@@ -559,7 +542,7 @@ def sweep_command(
     """
     drawn = Pictures.taken_from(asked)
     with progress("planning") as tell:
-        from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
+        from autopar.explaining.sweep import points_of, sweep, sweep_reply
 
         spec = priced_cluster(asked["cluster"], asked["price"]).kept_free(asked["headroom"])
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
@@ -568,14 +551,7 @@ def sweep_command(
         found = sweep(
             lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell
         )
-    if as_json:
-        click.echo(json.dumps(sweep_data(found), indent=1))
-    else:
-        show(sweep_table(found, asked["model"], spec))
-    if drawn.wanted:
-        from autopar.report.question_pages import sweep_page
-
-        drawn.write(sweep_page(found, asked["model"], spec))
+    show_reply(sweep_reply(found, asked["model"], spec), as_json, drawn)
 
 
 @cli.command()
@@ -616,7 +592,7 @@ def robust(
     """
     pins = parse_pins(pin)
     with progress("planning") as tell:
-        from autopar.explaining.robust import robust_data, robust_table, robustness, scenarios_of
+        from autopar.explaining.robust import robust_reply, robustness, scenarios_of
 
         planned = Planner(Asked(**asked), tell)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
@@ -630,10 +606,7 @@ def robust(
             near=near and near / 100,
             tell=tell,
         )
-    if as_json:
-        click.echo(json.dumps(robust_data(found), indent=1))
-    else:
-        show(robust_table(found))
+    show_reply(robust_reply(found), as_json)
 
 
 @cli.command("diff")
@@ -647,22 +620,16 @@ def diff_command(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) ->
     `plan_a` and `plan_b` are paths of plan files. `as_json`: prints JSON instead of tables, and
     notes on stderr for plans of another version of the cost model.
     """
-    from autopar.explaining import diff as diffs
+    from autopar.explaining.diff import diff_reply
     from autopar.ir.plan import Plan
 
     plans = Plan.load(plan_a), Plan.load(plan_b)
-    found = diffs.diff(plans[0], plans[1])
     if as_json:
         for path, plan in zip((plan_a, plan_b), plans, strict=True):
             _note_stale(path, plan)
-        click.echo(
-            json.dumps(
-                [asdict(difference) | {"words": str(difference)} for difference in found], indent=1
-            )
-        )
-    else:
-        show(diffs.diff_table((plan_a, plan_b), plans))
-    ctx.exit(1 if found else 0)
+    reply = diff_reply((plan_a, plan_b), plans)
+    show_reply(reply, as_json)
+    ctx.exit(1 if reply.data else 0)
 
 
 def _note_stale(path: str, plan: Any) -> None:

@@ -4,15 +4,14 @@ that plan are in `cli/plan_commands.py`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autopar.cli import options
+from autopar.cli.pictures import show_reply
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError
 from autopar.request.pins import parse_pins
@@ -82,12 +81,9 @@ def verify_command(
             progress=tell,
             compile=compiles,
         )
-    if as_json:
-        click.echo(json.dumps(report.as_dict(), indent=1))
-    else:
-        from autopar.verify.report import verify_table
+    from autopar.verify.report import verify_reply
 
-        show(verify_table(report))
+    show_reply(verify_reply(report), as_json)
     ctx.exit(0 if report.exact else 1)
 
 
@@ -340,12 +336,9 @@ def calibrate_command(
 
         spec = measure(nproc, device, progress=tell)
     spec.to_yaml(output)
-    if as_json:
-        click.echo(json.dumps(asdict(spec), indent=1))
-    else:
-        from autopar.cli.calibrated import calibration_table
+    from autopar.cli.calibrated import calibration_reply
 
-        show(calibration_table(spec, output))
+    show_reply(calibration_reply(spec, output), as_json)
 
 
 _NO_CLUSTER = (
@@ -388,12 +381,9 @@ def _refit(
             raise AutoparError(_NO_CLUSTER)
         found = refit(measured, at, ran)
     found.cluster.to_yaml(output)
-    from autopar.cli.calibrated import refit_data, refit_table
+    from autopar.cli.calibrated import refit_reply
 
-    if as_json:
-        click.echo(json.dumps(refit_data(found), indent=1))
-    else:
-        show(refit_table(found, output))
+    show_reply(refit_reply(found, output), as_json)
 
 
 @click.command(cls=options.Command)
@@ -438,8 +428,5 @@ def trace_diff_command(ctx: click.Context, predicted: str, measured: str, as_jso
     from autopar.report.trace_diff import trace_diff as compared
 
     found = compared(read_trace(predicted), read_trace(measured))
-    if as_json:
-        click.echo(json.dumps(found.as_dict(), indent=1))
-    else:
-        show(found.table())
+    show_reply(found.reply(), as_json)
     ctx.exit(0 if found.parts_at is None else 1)

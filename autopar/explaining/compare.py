@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import truediv
+from typing import Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.certificate import advice_on_gap, not_proved_words
@@ -14,21 +16,18 @@ from autopar.ir.plan import Plan
 from autopar.request.pins import check_pin_names, first_difference, pin_text, pins_of_entry
 from autopar.request.software import software_line
 from autopar.text.device_words import fullest_rank
+from autopar.text.numbers import Numbers
 from autopar.text.plan_words import (
     TIME_WORDS,
     PlanOn,
     dollars_per_million_tokens,
+    layout_words,
     sharing_words,
     staleness,
 )
-from autopar.text.tables import grid
+from autopar.text.replies import ABSENT, Field, Reply, StepBar, Styled, records
+from autopar.text.tables import Table
 from autopar.text.units import PROVED, gap_words, gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-# characters; three plans beside the labels, and what is around all, fit 80
-_LABEL_WIDTH, _PLAN_WIDTH, _EDGES = 24, 16, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,125 +140,108 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible
     return Impossible(name, f"the plan is {reason}")
 
 
-def compare_data(
-    entries: Sequence[ComparedPlan | Impossible], cluster: Cluster
-) -> list[dict[str, Any]]:
-    """One dict for each entry: name, reason, note, ratio (step time relative to the first plan's),
-    dollars per million tokens, plan (as in plan files). If impossible, the last three are None, and
-    `reason` says why.
+def compare_reply(entries: Sequence[ComparedPlan | Impossible], cluster: Cluster) -> Reply:
+    """Plans side by side, in a column each, then impossible entries and notes as lines. The page draws
+    their steps by part. The JSON of an impossible entry has a reason, and None for what plans have.
     """
-    best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, ComparedPlan))
-    return [
-        {
-            "name": entry.name,
-            "reason": "",
-            "note": entry.note,
-            "ratio": entry.plan.predicted.step_time_s / best_s,
-            "dollars_per_million_tokens": dollars_per_million_tokens(entry.plan, cluster),
-            "plan": plan_data(entry.plan),
-        }
-        | ({"not_proved": doubt} if (doubt := not_proved_words(entry.plan)) else {})
-        if isinstance(entry, ComparedPlan)
-        else {"name": entry.name, "reason": entry.reason, "note": ""}
-        | dict.fromkeys(("ratio", "dollars_per_million_tokens", "plan"))
+    placed = [(k, entry) for k, entry in enumerate(entries) if isinstance(entry, ComparedPlan)]
+    plans = [entry.plan for _, entry in placed]
+    fields, best, bars = list(_fields(plans, cluster)), plans[0], list[StepBar]()
+    data = [
+        {"name": entry.name, "reason": entry.reason, "note": "", **dict.fromkeys(_OF_PLANS)}
+        if isinstance(entry, Impossible)
+        else records(fields, [entry])[0]
         for entry in entries
     ]
+    n, software = Numbers(data), list(map(_software_words, plans))
+    for k, entry in placed:
+        name, step = f"{entry.name}: {layout_words(entry.plan)}", "plan.predicted.step_time_s"
+        bars.append(StepBar(name, entry.plan.predicted.breakdown, n.ms(f"{k}.{step}")))
+    is_said = best.made_for.cluster and len(set(software)) == 1
+    names = [entry.name.replace(",", ", ") for _, entry in placed]
+    rows = [
+        [field.head or "", *(field.cell(entry, str(k)) for k, entry in placed)]
+        for field in fields
+        if field.head is not None
+    ]
+    doubt = not_proved_words(best)
+    parts: list[str | Styled | Table] = [
+        f"Software: {software[0]}." * bool(is_said),
+        Table(("", *names), rows, range(1, len(names) + 1), alike=True),
+        Styled(known_words(best) * (not doubt), "yellow"),
+        *(Styled(_caution(entry), "yellow") for entry in entries),
+    ]
+    title = f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}"
+    figure = bars, "Bars are steps by part."
+    return Reply(parts, data, title, doubt, figure, "compare", best.cost_model_version)
 
 
-@dataclass(frozen=True, slots=True)
-class CompareTable:
-    """A comparison that rich prints as tables: a column for each plan, as many side by side as fit
-    the terminal. Impossible entries and notes follow as lines.
+def _caution(entry: ComparedPlan | Impossible) -> str:
+    """Why an entry is impossible, or to be read with care; '' otherwise."""
+    if isinstance(entry, Impossible):
+        return f"{entry.name} is not possible: {entry.reason}."
+    return f"{entry.name} is to be read with care: {entry.note}." if entry.note else ""
+
+
+_OF_PLANS = ("ratio", "dollars_per_million_tokens", "plan")
+"""The facts that an impossible entry lacks."""
+
+
+def _fields(plans: Sequence[Plan], cluster: Cluster) -> Iterator[Field]:
+    """The facts of the entry of a plan. Schedule, stages, offload, software and cost are shown where
+    they say something.
     """
+    best, several = plans[0], len({_software_words(plan) for plan in plans}) > 1
+    rows, best_s = best.made_for.rows, best.predicted.step_time_s
 
-    entries: Sequence[ComparedPlan | Impossible]
-    cluster: Cluster
+    def of(
+        key: str, get: Callable[[Plan], Any], head: str | None = None, words: Any = None
+    ) -> Field:
+        return Field(key, lambda entry: get(entry.plan), head, words)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
+    def predicted(name: str, head: str, words: Callable[[Any], str]) -> Field:
+        return of(f"plan.predicted.{name}", lambda plan: getattr(plan.predicted, name), head, words)
 
-        planned = [entry for entry in self.entries if isinstance(entry, ComparedPlan)]
-        best = planned[0].plan
-        if doubt := not_proved_words(best):
-            yield Text(doubt, style="yellow")
-        yield Text(
-            f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}",
-            style="bold",
-        )
-        software = list(map(_software_words, (entry.plan for entry in planned)))
-        if best.made_for.cluster and len(set(software)) == 1:
-            yield Text(f"Software: {software[0]}.")
-        room = options.max_width - _LABEL_WIDTH - _EDGES
-        at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
-        rows = self._rows([entry.plan for entry in planned])
-        for first in range(0, len(planned), at_once):
-            names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
-            yield grid(
-                "",
-                ("", *names),
-                [(what, *values[first : first + at_once]) for what, values in rows],
-                right=tuple(range(1, at_once + 1)),
-            )
-        if not doubt and (known := known_words(best)):
-            yield Text(known, style="yellow")
-        for entry in self.entries:
-            if isinstance(entry, Impossible):
-                yield Text(f"{entry.name} is not possible: {entry.reason}.", style="yellow")
-            elif entry.note:
-                yield Text(f"{entry.name} is to be read with care: {entry.note}.", style="yellow")
+    def fullest(plan: Plan) -> str:
+        peak, room = fullest_rank(plan, cluster)
+        return gib(peak) + f" of {gib(room)}" * several_kinds
 
-    def _rows(self, plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-        """Table rows as (name, value for each plan as text). Schedule, stages, offload, software
-        and cost are left out where they say nothing.
-        """
-        alike = len(self.cluster.groups) == 1
-        best_s = plans[0].predicted.step_time_s
-        fullest = [fullest_rank(plan, self.cluster) for plan in plans]
-        rows = [
-            ("mesh", [str(plan.mesh) for plan in plans]),
-            ("micro-batches", [f"{plan.num_microbatches} of {plan.micro_batch}" for plan in plans]),
-        ]
-        if any(plan.mesh.pp > 1 for plan in plans):
-            rows.append(("schedule", [plan.schedule for plan in plans]))
-            rows.append(
-                ("stages a rank", [str(len(plan.stages) // plan.mesh.pp) for plan in plans])
-            )
-        software = list(map(_software_words, plans))
-        if len(set(software)) > 1:
-            rows.append(("software", software))
-        rows.append(("ZeRO stage", [sharing_words(plan.zero, plan.shard) for plan in plans]))
-        rows.append(("recompute", [plan.recompute for plan in plans]))
-        if any(plan.offload != "none" for plan in plans):
-            rows.append(("offload", [plan.offload for plan in plans]))
-        rows += [
-            ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
-            (
-                f"of the {first_name(plans[0])}",
-                [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans],
-            ),
-            (
-                f"{plans[0].made_for.rows} per second",
-                [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans],
-            ),
-            ("model FLOPs utilization", [percent(plan.predicted.mfu) for plan in plans]),
-            (
-                f"memory of {gib(fullest[0][1])}" if alike else "memory",
-                [gib(peak) + ("" if alike else f" of {gib(room)}") for peak, room in fullest],
-            ),
-            ("share of the memory", [percent(peak / room) for peak, room in fullest]),
-        ]
-        costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
-        if None not in costs:
-            rows.append(
-                (f"cost of a million {plans[0].made_for.rows}", [f"${cost:.4g}" for cost in costs])
-            )
-        rows += _part_rows(plans)
-        certificates = [plan.certificate for plan in plans]
-        proofs = [f"{found.status}, gap {gap_words(found.gap)}" for found in certificates]
-        rows.append(("certificate", proofs))
-        runs = ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]
-        rows.append(("engine runs it", runs))
-        return rows
+    yield Field("name", lambda entry: entry.name)
+    yield Field("reason", lambda entry: "")
+    yield Field("note", lambda entry: entry.note)
+    yield of("", lambda plan: str(plan.mesh), "mesh")
+    yield of("", lambda plan: f"{plan.num_microbatches} of {plan.micro_batch}", "micro-batches")
+    if any(plan.mesh.pp > 1 for plan in plans):
+        yield of("", lambda plan: plan.schedule, "schedule")
+        yield of("", lambda plan: len(plan.stages) // plan.mesh.pp, "stages a rank")
+    if several:
+        yield of("", _software_words, "software")
+    yield of("", lambda plan: sharing_words(plan.zero, plan.shard), "ZeRO stage")
+    yield of("", lambda plan: plan.recompute, "recompute")
+    if any(plan.offload != "none" for plan in plans):
+        yield of("", lambda plan: plan.offload, "offload")
+    yield predicted("step_time_s", "step time", ms)
+    ratio = f"of the {first_name(best)}"
+    yield of("ratio", lambda plan: plan.predicted.step_time_s / best_s, ratio, "{:.3f} x".format)
+    yield predicted("tokens_per_s", f"{rows} per second", "{:,.0f}".format)
+    yield predicted("mfu", "model FLOPs utilization", percent)
+    several_kinds = len(cluster.groups) > 1
+    room = "" if several_kinds else f" of {gib(cluster.device.memory_bytes)}"
+    yield of("", fullest, f"memory{room}")
+    yield of("", lambda plan: percent(truediv(*fullest_rank(plan, cluster))), "share of the memory")
+    cost = f"cost of a million {rows}" * (cluster.price_per_device_hour is not None) or None
+    dollars = partial(dollars_per_million_tokens, cluster=cluster)
+    yield of("dollars_per_million_tokens", dollars, cost, "${:.4g}".format)
+    yield of("plan", plan_data)
+    yield of("not_proved", lambda plan: not_proved_words(plan) or ABSENT)
+    order = {part: place for place, part in enumerate(TIME_WORDS)}
+    parts = dict.fromkeys(part for p in plans for part, s in p.predicted.breakdown.items() if s)
+    for part in sorted(parts, key=lambda part: order.get(part, len(order))):
+        # a pipeline has other parts than a plan without one
+        get = partial(lambda part, plan: plan.predicted.breakdown.get(part), part)
+        yield of(f"plan.predicted.breakdown.{part}", get, TIME_WORDS.get(part, part), ms)
+    yield of("", _proof_words, "certificate")
+    yield of("", lambda plan: f"no: {plan.runnable}" if plan.runnable else "yes", "engine runs it")
 
 
 def _software_words(plan: Plan) -> str:
@@ -267,13 +249,5 @@ def _software_words(plan: Plan) -> str:
     return software_line(plan.made_for.software) if plan.made_for.cluster else "not known"
 
 
-def _part_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
-    """(part of a step in words, its time in each plan as text) for the parts that take time in some
-    plan. A plan without the part has '-', since a pipeline has other parts than a plan without one.
-    """
-    order = {part: place for place, part in enumerate(TIME_WORDS)}
-    breakdowns = [plan.predicted.breakdown for plan in plans]
-    parts = dict.fromkeys(part for each in breakdowns for part, seconds in each.items() if seconds)
-    for part in sorted(parts, key=lambda part: order.get(part, len(order))):
-        found = [each.get(part) for each in breakdowns]
-        yield TIME_WORDS.get(part, part), ["-" if s is None else ms(s) for s in found]
+def _proof_words(plan: Plan) -> str:
+    return f"{plan.certificate.status}, gap {gap_words(plan.certificate.gap)}"

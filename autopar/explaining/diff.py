@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isclose
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.explaining.cost_parts import memory_parts, time_parts
 from autopar.ir.plan import Plan
@@ -13,11 +13,9 @@ from autopar.ir.plan_fields import BlockPlan
 from autopar.request.pins import choices_of
 from autopar.text.layout_words import describe, interesting
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, layout_words, staleness
-from autopar.text.tables import grid
+from autopar.text.replies import Reply, Styled
+from autopar.text.tables import Table
 from autopar.text.units import gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 _WORDS = {f"{part}_s": words for part, words in TIME_WORDS.items()} | {
     f"{part}_bytes": words for part, words in MEMORY_WORDS.items()
@@ -234,25 +232,22 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
     yield from _fields("notes", one, other, ("notes",))
 
 
-def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:
-    """A rich renderable: the two plans by name and choices, then a table of differences for each
-    part. Of the ops, only those worth showing are listed; the others are counted.
+def diff_reply(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Reply:
+    """The two plans by name and choices, then a table of differences for each part. Of the ops, only
+    those worth showing are in the text; the others are counted.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     found = diff(*plans)
-    parts: list[Any] = [
-        Text(f"{name}: {plan.model_name} on {plan.cluster_name}, {layout_words(plan)}")
+    parts: list[str | Styled | Table] = [
+        f"{name}: {plan.model_name} on {plan.cluster_name}, {layout_words(plan)}"
         for name, plan in zip(names, plans, strict=True)
     ]
     parts += [
-        Text(f"{name}: {note}", style="yellow")
+        Styled(f"{name}: {note}", "yellow")
         for name, plan in zip(names, plans, strict=True)
         if (note := staleness(plan))
     ]
     if not found:
-        return Group(*parts, Text("The plans are equal.", style="bold"))
+        parts.append(Styled("The plans are equal.", "bold"))
     wanted = {
         f"{block.name} {op}" for plan in plans for block in plan.blocks for op in interesting(block)
     }
@@ -262,5 +257,5 @@ def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:
         rows = [(d.words, d.value(d.ours), d.value(d.theirs) + d.change) for d in shown]
         if len(shown) < len(own):
             rows.append((f"and {len(own) - len(shown)} more ops", "", ""))
-        parts.append(grid(part, ("", *names), rows))
-    return Group(*parts)
+        parts.append(Table(("", *names), rows, title=part))
+    return Reply(parts, [asdict(each) | {"words": str(each)} for each in found])

@@ -6,10 +6,9 @@ the output of `--json` is a plan file.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +50,12 @@ from autopar.text.plan_words import (
     recompute_words,
     staleness,
 )
-from autopar.text.tables import Grid, grid
+from autopar.text.replies import Reply, Styled
+from autopar.text.tables import Table
 from autopar.text.training_words import total_words, training_of, training_words
-from autopar.text.units import WIDTH, gib, ms, percent
+from autopar.text.units import gib, ms, percent
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-    from rich.text import Text
-
     from autopar.explaining.lints import LintFinding
 
 _LIKELY = 5e-4
@@ -82,113 +79,107 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return json.loads(plan.to_json())
 
 
-def facts_data(
-    plan: Plan,
-    cluster: Cluster | None,
-    findings: Sequence[LintFinding] = (),
-    gains: Sequence[Gain] = (),
-    home: Home | None = None,
-) -> dict[str, Any]:
-    """The data of a report's text: those of the plan, `lints`, and in `report` what other software
-    would save and what predictions rest on. A page adds to `report`.
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a report on a plan is made from.
+
+    Attributes:
+        plan: the plan.
+        cluster: its cluster, or None if that is not known.
+        findings: the lints to show.
+        counts: the collectives of each block (`collective_counts.block_collectives`), or None.
+        command: the command line that makes such a plan, or ''.
+        gains: what other software would save.
+        home: what the software of another framework would save, as a whole.
     """
-    found: dict[str, Any] = {"gains": [asdict(gain) for gain in gains]}
-    if home is not None:
-        found["home"] = asdict(home) | {"software": HOME}
-    if cluster is not None:
-        found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
-    doubt = not_proved_words(plan)
-    first = {"not_proved": doubt} if doubt else {}
-    if risk := risk_words(plan, cluster):
-        first["risk"] = risk
-    more = {"lints": [asdict(lint) for lint in findings], "report": found}
-    return first | plan_data(plan) | more
+
+    plan: Plan
+    cluster: Cluster | None = None
+    findings: Sequence[LintFinding] = ()
+    counts: BlockCounts | None = None
+    command: str = ""
+    gains: Sequence[Gain] = ()
+    home: Home | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The data of a report's text: those of the plan, `lints`, and in `report` what other software
+        would save and what predictions rest on. A page adds to `report`.
+        """
+        found: dict[str, Any] = {"gains": [asdict(gain) for gain in self.gains]}
+        if self.home is not None:
+            found["home"] = asdict(self.home) | {"software": HOME}
+        if self.cluster is not None:
+            found["assumptions"] = [asdict(of) for of in assumptions(self.cluster)]
+        warnings = {"not_proved": not_proved_words(self.plan)}
+        warnings["risk"] = risk_words(self.plan, self.cluster)
+        more = {"lints": [asdict(lint) for lint in self.findings], "report": found}
+        return {key: said for key, said in warnings.items() if said} | plan_data(self.plan) | more
 
 
-def plan_text(plan: Plan, counts: BlockCounts | None = None, **more: Any) -> str:
-    """The report on a plan as plain text: choices, predicted time and memory, certificate,
-    runners-up, and the layouts of blocks. `counts` and `more` as in `plan_table`.
-    """
-    from rich.console import Console
-
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(
-        plan_table(plan, counts, **more)
-    )
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+def plan_text(plan: Plan, **more: Any) -> str:
+    """The report on a plan as plain text. `more` are other fields of `PlanFacts`."""
+    return str(plan_reply(PlanFacts(plan, **more)))
 
 
-def plan_table(
-    plan: Plan,
-    counts: BlockCounts | None = None,
-    cluster: Cluster | None = None,
-    findings: Sequence[LintFinding] = (),
+def plan_reply(
+    facts: PlanFacts,
     tokens: float | None = None,
     layers: bool = True,
     verbose: bool = True,
-    gains: Sequence[Gain] = (),
-    home: Home | None = None,
-    command: str = "",
     says_first: bool = True,
-) -> Group:
-    """The report on a plan as a rich renderable. Its first lines say if the plan may not fit
-    (`risk_words`), and if it is not proved, unless `says_first` is False.
+) -> Reply:
+    """The report on a plan: choices, predicted time and memory, certificate, runners-up, and the
+    layouts of blocks. Its first lines say if the plan may not fit (`risk_words`), and if it is not
+    proved, unless `says_first` is False.
 
-    `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
-    none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
-    the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
-    takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
-    with the search space and the assumptions. `gains` are what other software would save, and
-    `home` is that of another framework as a whole. `command` makes the plan again.
+    With `tokens`, the report says what training on them takes. `layers`: with the tables of blocks,
+    of which the last explains the words. `verbose`: with the search space and the assumptions.
     """
-    from rich.console import Group
-    from rich.text import Text
-
-    at = cluster or named_cluster(plan)
-    n = Numbers(facts_data(plan, at, findings, gains, home))
-    first = (risk_words(plan, at), not_proved_words(plan)) if says_first else ()
-    parts: list[Any] = [Text(words, style="yellow") for words in first if words]
-    parts.append(Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold"))
-    parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
-    parts.append(_summary(plan, cluster, tokens))
-    parts += [Text(f"{plain(words)}\n")] if (words := home_words(n)) else []
+    plan, command, at = facts.plan, facts.command, facts.cluster or named_cluster(facts.plan)
+    data = replace(facts, cluster=at).facts
+    n, first = Numbers(data), (risk_words(plan, at), not_proved_words(plan)) if says_first else ()
+    parts: list[str | Styled | Table] = [Styled(words, "yellow") for words in first]
+    parts.append(Styled(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", "bold"))
+    parts += [Styled(f"This plan was {note}.", "yellow")] if (note := staleness(plan)) else []
+    parts.append(_summary(plan, at, tokens))
+    parts += [f"{plain(words)}\n"] if (words := home_words(n)) else []
     parts += [_ranks(plan, at)] if plan.devices else []
     parts += [_time(plan), _memory(plan), *_proved(plan, at, n)]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         shown = plan.blocks if layers else ()
-        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in shown]
-        parts.append(Text(LAYOUT_LEGEND if layers else LAYERS_HINT))
+        parts += [_block(plan, block, (facts.counts or {}).get(block.name)) for block in shown]
+        parts.append(LAYOUT_LEGEND if layers else LAYERS_HINT)
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
-        parts.append(Text(f"Every op runs whole on its device{where}.\n"))
-    parts += _listed("Lints", [f"{finding.lint}: {finding}" for finding in findings])
+        parts.append(f"Every op runs whole on its device{where}.\n")
+    parts += _listed("Lints", [f"{finding.lint}: {finding}" for finding in facts.findings])
     parts += _listed("Notes", plan.notes)
-    saved = [plain(gain_words(n, place)) + "." for place in range(len(gains))]
+    saved = [plain(gain_words(n, place)) + "." for place in range(len(facts.gains))]
     parts += _listed("Other software, each alone with all choices as they are", saved)
-    parts += _rests_on(plan, n) if verbose else [Text(SPACE_HINT)]
-    parts.append(Text(run_words(plan, command), style="yellow" * bool(plan.runnable)))
+    parts += _rests_on(plan, n) if verbose else [SPACE_HINT]
+    parts.append(Styled(run_words(plan, command), "yellow" * bool(plan.runnable)))
     if command:
-        parts.append(Text(f"\n{indent(run_lines(plan, command), '  ')}", no_wrap=True, overflow="ignore"))  # fmt: skip
-    return Group(*parts)
+        parts.append(Styled(f"\n{indent(run_lines(plan, command), '  ')}", "", wraps=False))
+    return Reply(parts, data)
 
 
-def _listed(title: str, lines: Sequence[str]) -> Iterator[Grid]:
+def _listed(title: str, lines: Sequence[str]) -> Iterator[Table]:
     """A title and lines below it, of which each begins with a dash; nothing without lines."""
     if lines:
-        yield grid(title, ("", ""), [("-", line) for line in lines])
+        yield Table(("", ""), [("-", line) for line in lines], title=title)
 
 
-def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Grid]:
+def _proved(plan: Plan, cluster: Cluster | None, n: Numbers) -> Iterator[Table]:
     """Tables of what is proved, and of the runners-up, if any are known."""
-    rows = [(name, plain(words)) for name, words in certificate_rows(plan, cluster, n)]
-    yield grid("Certificate", ("", ""), rows)
-    if others := [tuple(map(plain, row)) for row in runner_up_rows(plan, n)]:
-        yield grid("Runners-up", RUNNER_UP_COLUMNS, others, right=(2, 3, 4, 5))
+    yield Table(("", ""), certificate_rows(plan, cluster, n), title="Certificate")
+    if others := runner_up_rows(plan, n):
+        yield Table(RUNNER_UP_COLUMNS, others, (2, 3, 4, 5), title="Runners-up")
 
 
-def _rests_on(plan: Plan, n: Numbers) -> Iterator[Any]:
+def _rests_on(plan: Plan, n: Numbers) -> Iterator[str | Table]:
     """The search space, and the assumptions by source."""
-    yield space_table(plan)
+    yield space_part(plan)
     by_source: dict[str, list[str]] = {}
     for what, value, source in assumption_rows(n):
         by_source.setdefault(plain(source), []).append(f"{plain(what)} {plain(value)}")
@@ -196,13 +187,11 @@ def _rests_on(plan: Plan, n: Numbers) -> Iterator[Any]:
     yield from _listed("Assumptions", lines)
 
 
-def space_table(plan: Plan) -> Grid | Text:
+def space_part(plan: Plan) -> str | Table:
     """The rules of the search space; its words alone for a plan of an earlier version."""
-    from rich.text import Text
-
     if rows := space_rows(plan):
-        return grid("Search space", SPACE_COLUMNS, rows)
-    return Text(f"Search space: {plan.certificate.space}.\n")
+        return Table(SPACE_COLUMNS, rows, title="Search space")
+    return f"Search space: {plan.certificate.space}.\n"
 
 
 def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
@@ -275,15 +264,15 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
         yield f"cost of a million {plan.made_for.rows}", f"${dollars:.4g}"
 
 
-def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Grid:
+def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table:
     rows = summary_rows(plan, cluster)
     if tokens is not None:
-        at = training_of(plan, tokens, cluster or named_cluster(plan))
-        rows.append((total_words(plan, tokens), training_words(plan, at)))
-    return grid("Plan", ("", ""), rows)
+        training = training_of(plan, tokens, cluster)
+        rows.append((total_words(plan, tokens), training_words(plan, training)))
+    return Table(("", ""), rows, title="Plan")
 
 
-def _ranks(plan: Plan, cluster: Cluster | None) -> Grid:
+def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
     """A table of the pipeline ranks with their devices, segments and memory, for a cluster with
     several kinds of devices.
     """
@@ -295,12 +284,11 @@ def _ranks(plan: Plan, cluster: Cluster | None) -> Grid:
         segments = stage[0] if len(stage) == 1 else f"{len(stage)}: {stage[0]} ... {stage[-1]}"
         room = f" of {gib(group.device.memory_bytes)}" if group else ""
         rows.append((str(rank), f"{each} {name}", segments, gib(held) + room))
-    return grid(
-        "Ranks of the pipeline", ("rank", "devices", "segments", "memory"), rows, right=(0,)
-    )
+    columns = ("rank", "devices", "segments", "memory")
+    return Table(columns, rows, (0,), title="Ranks of the pipeline")
 
 
-def _time(plan: Plan) -> Grid:
+def _time(plan: Plan) -> Table:
     total = plan.predicted.step_time_s or 1.0
     rows = []
     for name, seconds in plan.predicted.breakdown.items():
@@ -308,12 +296,8 @@ def _time(plan: Plan) -> Grid:
             rows.append((TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total)))
         details = _details(plan, seconds) if name in ("stages", "forward") else ()
         rows += [(f"  {words}", ms(part_s), percent(part_s / total)) for words, part_s in details]
-    return grid(
-        "Where the step's time goes",
-        ("part", "time", "share"),
-        [*rows, ("step", ms(total), percent(1.0))],
-        right=(1, 2),
-    )
+    rows.append(("step", ms(total), percent(1.0)))
+    return Table(("part", "time", "share"), rows, (1, 2), title="Where the step's time goes")
 
 
 def _details(plan: Plan, stages_s: float) -> Iterator[tuple[str, float]]:
@@ -330,21 +314,17 @@ def _details(plan: Plan, stages_s: float) -> Iterator[tuple[str, float]]:
         yield "layout changes (tensor parallelism)", rest_s
 
 
-def _memory(plan: Plan) -> Grid:
+def _memory(plan: Plan) -> Table:
     peak = max(plan.predicted.peak_memory_bytes, default=0) or 1
     rows = [
         (MEMORY_WORDS.get(name, name), gib(size), percent(size / peak))
         for name, size in plan.predicted.memory.items()
     ]
-    return grid(
-        "Memory of the fullest device",
-        ("part", "size", "share"),
-        [*rows, ("peak", gib(peak), percent(1.0))],
-        right=(1, 2),
-    )
+    rows.append(("peak", gib(peak), percent(1.0)))
+    return Table(("part", "size", "share"), rows, (1, 2), title="Memory of the fullest device")
 
 
-def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Grid:
+def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
     number = len(block.segments)
     title = f"Block {block.segments[0]}" + (
         f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else ""
@@ -359,54 +339,43 @@ def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]]
     ]
     names = [f"over {axis}={plan.mesh.size(axis)}" for axis in axes]
     where = f" over {shown}" if len(axes) > 1 else ""
-    table = grid(title, ("op", *names, f"layouts{where} (inputs -> output)"), rows)
-    if counts is not None:
-        lines = [
-            f"collectives {way}: {collectives(dict(counts[way]))}"
-            for way in ("forward", "backward")
-        ]
-        table.caption = "\n".join(lines) + "\n"
-    return table
+    columns = ("op", *names, f"layouts{where} (inputs -> output)")
+    ways = () if counts is None else ("forward", "backward")
+    lines = [f"collectives {way}: {collectives(dict((counts or {})[way]))}\n" for way in ways]
+    return Table(columns, rows, title=title, caption="".join(lines))
 
 
 _SHOWN = 4
 """The number of replaced ops whose names are shown."""
 
 
-def fusion_table(fusion: Fusion) -> Group:
-    """A rich renderable: a table of the subgraphs that are fused into one op, then one of those
-    that nearly are, with the reason. One sentence if fusion is off.
-    If the planner chose what to fuse, a table of what it compared comes last.
+def fusion_reply(fusion: Fusion) -> Reply:
+    """The subgraphs that are fused into one op, then those that nearly are, with the reason. One sentence
+    if fusion is off. If the planner chose what to fuse, a table of what it compared comes last.
     """
-    from rich.console import Group
-    from rich.text import Text
-
-    chosen = [_weighed_table(fusion)] if fusion.weighed else []
-    if fusion.mode == "off":
-        words = "Nothing is fused, since fuse=off.  --pin fuse=norms or fuse=all fuses."
-        if chosen:
-            words = "Nothing is fused, since the plan without fusion is the fastest."
-        return Group(Text(words), *chosen)
-    rows = [
-        (op.block, op.name, op.op, _names(op.replaced), _attributes(op.attributes))
-        for op in fusion.fused
-    ]
-    columns = ("block", "name", "op", "in the place of", "with")
-    parts = [grid(f"Fused, fuse={fusion.mode}", columns, rows)]
-    if fusion.missed:
-        left = [(miss.block, miss.name, miss.op, miss.reason) for miss in fusion.missed]
-        parts.append(grid("Nearly", ("block", "at", "op", "why not"), left))
-    return Group(*parts, *chosen)
-
-
-def _weighed_table(fusion: Fusion) -> RenderableType:
-    """A table of the modes that the planner compared."""
-    rows = [
-        (entry.mode, ms(entry.step_s), ms(entry.host_s), "yes" if entry.mode == fusion.mode else "")
-        for entry in fusion.weighed
-    ]
-    columns = ("fuse", "a step takes", "of which devices wait for the host", "chosen")
-    return grid("Compared", columns, rows)
+    parts: list[str | Table] = []
+    if fusion.mode == "off" and fusion.weighed:
+        parts.append("Nothing is fused, since the plan without fusion is the fastest.")
+    elif fusion.mode == "off":
+        parts.append("Nothing is fused, since fuse=off.  --pin fuse=norms or fuse=all fuses.")
+    else:
+        rows = [
+            (op.block, op.name, op.op, _names(op.replaced), _attributes(op.attributes))
+            for op in fusion.fused
+        ]
+        columns = ("block", "name", "op", "in the place of", "with")
+        parts.append(Table(columns, rows, title=f"Fused, fuse={fusion.mode}"))
+        if fusion.missed:
+            left = [(miss.block, miss.name, miss.op, miss.reason) for miss in fusion.missed]
+            parts.append(Table(("block", "at", "op", "why not"), left, title="Nearly"))
+    if fusion.weighed:
+        weighed = [
+            (of.mode, ms(of.step_s), ms(of.host_s), "yes" * (of.mode == fusion.mode))
+            for of in fusion.weighed
+        ]
+        heads = ("fuse", "a step takes", "of which devices wait for the host", "chosen")
+        parts.append(Table(heads, weighed, title="Compared"))
+    return Reply(parts)
 
 
 def _names(replaced: tuple[str, ...]) -> str:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autopar_cost_models import Device, Link
+from autopar_cost_models import Link
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.certificate import not_proved_words
@@ -26,11 +27,9 @@ from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of, pins_of_entry
 from autopar.text.device_words import misfit_chance
 from autopar.text.plan_words import PlanOn, layout_words, short_words
-from autopar.text.tables import grid
+from autopar.text.replies import Field, Reply, doubted, field_table, records
+from autopar.text.tables import Table
 from autopar.text.units import gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 OFF = 0.20
 """The default relative error of predictions."""
@@ -330,162 +329,125 @@ def _faster_curve(
 def _with_compute(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     device = cluster.device
     flops = {dtype: rate * factor for dtype, rate in device.flops.items()}
-    return _with_device(
-        cluster, replace(device, flops=flops, matmul_curves=_faster(device.matmul_curves, factor))
-    )
+    curves = _faster(device.matmul_curves, factor)
+    return replace(cluster, device=replace(device, flops=flops, matmul_curves=curves))
 
 
 def _with_memory_bandwidth(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    device, curve = cluster.device, cluster.device.memory_curve
+    device = cluster.device
     rate = device.memory_bandwidth_Bps * factor
-    return _with_device(
-        cluster,
-        replace(
-            device, memory_bandwidth_Bps=rate, memory_curve=curve and _faster_curve(curve, factor)
-        ),
-    )
+    curve = device.memory_curve and _faster_curve(device.memory_curve, factor)
+    return replace(cluster, device=replace(device, memory_bandwidth_Bps=rate, memory_curve=curve))
 
 
-def _with_device(cluster: ClusterSpec, device: Device) -> ClusterSpec:
-    return replace(cluster, device=device)
-
-
-def _with_intra(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    return replace(
-        cluster, topology=replace(cluster.topology, intra=_link(cluster.topology.intra, factor))
-    )
-
-
-def _with_inter(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    return replace(
-        cluster, topology=replace(cluster.topology, inter=_link(cluster.topology.inter, factor))
-    )
-
-
-def _link(link: Link, factor: float) -> Link:
-    """A link with `factor` times the bandwidth. Latencies stay, except those contained in a
-    measured curve.
+def _with_link(name: str, cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    """The cluster whose link `name` has `factor` times the bandwidth. Latencies stay, except those
+    contained in a measured curve.
     """
-    return replace(
-        link, bandwidth_Bps=link.bandwidth_Bps * factor, curves=_faster(link.curves, factor)
-    )
+    link: Link = getattr(cluster.topology, name)
+    rate, curves = link.bandwidth_Bps * factor, _faster(link.curves, factor)
+    faster: dict[str, Any] = {name: replace(link, bandwidth_Bps=rate, curves=curves)}
+    return replace(cluster, topology=replace(cluster.topology, **faster))
 
 
 FACTORS: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
     "compute rate": _with_compute,
     "memory bandwidth": _with_memory_bandwidth,
-    "bandwidth in nodes": _with_intra,
-    "bandwidth between nodes": _with_inter,
+    "bandwidth in nodes": partial(_with_link, "intra"),
+    "bandwidth between nodes": partial(_with_link, "inter"),
 }
 """What may be mispredicted: its name, and a function from a cluster and a factor to the cluster
 with that quantity scaled.
 """
 
 
-def robust_data(found: Robustness) -> dict[str, Any]:
-    """The result as a dict for JSON. Regrets are fractions, None if a plan does not fit. Plans have
-    the format of plan files. If `near` was not asked for, 'candidates' is [] and 'most_robust'
-    None.
+def robust_reply(found: Robustness) -> Reply:
+    """The chosen plan, a verdict in words, scenarios, and, if `near` was asked for, plans nearly as
+    good. In JSON, regrets are fractions, None if a plan does not fit, and plans have the format of
+    plan files. If `near` was not asked for, 'candidates' is [] and 'most_robust' None.
     """
-    doubt = not_proved_words(found.chosen.plan)
-    return ({"not_proved": doubt} if doubt else {}) | {
-        "off": found.off,
-        "chosen": plan_data(found.chosen.plan),
-        **_priced_data(found, found.chosen),
-        "scenarios": [_scenario_data(found, number) for number in range(len(found.scenarios))],
-        "near": found.near,
-        "candidates": [_priced_data(found, one) for one in found.priced]
-        if found.near is not None
-        else [],
-        "candidates_left_out": found.left_out,
-        "most_robust": plan_data(found.most_robust.plan) if found.near is not None else None,
-    }
-
-
-def _priced_data(found: Robustness, one: RepricedPlan) -> dict[str, Any]:
-    regret, scenario = found.worst(one)
-    return {
-        "choices": choices_of(one.plan),
-        "step_time_s": one.plan.predicted.step_time_s,
-        "peak_memory_bytes": max(one.plan.predicted.peak_memory_bytes),
-        "misfit_chance": misfit_chance(one.plan, found.cluster),
-        "worst_regret": regret,
-        "worst_scenario": str(scenario),
-        "does_not_fit": [str(found.scenarios[number]) for number in found.misfits(one)],
-    }
-
-
-def _scenario_data(found: Robustness, number: int) -> dict[str, Any]:
-    best, regret = found.best[number], found.regret(found.chosen, number)
-    return {
-        "scenario": str(found.scenarios[number]),
-        "factors": dict(found.scenarios[number].factors),
-        "chosen_s": found.chosen.time_s(number) if isfinite(regret) else None,
-        "best_s": found.best_s(number) if isfinite(found.best_s(number)) else None,
-        "regret": regret if isfinite(regret) else None,
-        "layouts_adapt": found.chosen.adapts(number),
-        "best": best and choices_of(best),
-    }
-
-
-def robust_table(found: Robustness) -> Group:
-    """The result as a rich renderable: the chosen plan, a verdict in words, a table of scenarios,
-    and, if `near` was asked for, a table of plans nearly as good.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    plan = found.chosen.plan
-    rows = [_scenario_row(found, number) for number in range(len(found.scenarios))]
-    doubt = not_proved_words(plan)
-    parts: list[Any] = [
-        *([Text(doubt, style="yellow")] if doubt else []),
-        Text(
-            f"{plan.model_name} on {plan.cluster_name}: predictions off by {percent(found.off)}",
-            style="bold",
-        ),
-        Text(
-            f"Chosen: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {gib(max(plan.predicted.peak_memory_bytes))}."
-            f"{_chance_words(found)}"
-        ),
-        Text(_verdict(found, found.chosen)),
-        grid(
-            "",
-            ("scenario", "chosen", "best found", "regret", "best plan there"),
-            rows,
-            right=(1, 2, 3),
-        ),
+    plan, robust, priced = found.chosen.plan, found.most_robust, _plan_fields(found)
+    doubt, scenarios, candidates = not_proved_words(plan), _scenario_fields(found), found.priced
+    numbers = range(len(found.scenarios))
+    size = f"{ms(plan.predicted.step_time_s)}, {gib(max(plan.predicted.peak_memory_bytes))}"
+    parts: list[str | Table] = [
+        f"Chosen: {layout_words(plan)}: {size}.{_chance_words(found)}",
+        _verdict(found, found.chosen),
+        field_table(scenarios, numbers),
     ]
-    if any(found.chosen.adapts(number) for number in range(len(found.scenarios))):
+    if any(found.chosen.adapts(number) for number in numbers):
         parts.append(
-            Text(
-                "+: the choices are pinned, but layouts of ops are chosen anew there; the plan as it is loses that or more."
-            )
+            "+: the choices are pinned, but layouts of ops are chosen anew there; the plan as it is loses that or more."
         )
-    return Group(*parts, *(_near_parts(found) if found.near is not None else ()))
+    if found.near is not None:
+        more = f" ({found.left_out} more candidates that may be were not priced)"
+        title = f"Plans within {percent(found.near)} of the chosen one{more * bool(found.left_out)}"
+        which = "the chosen one" if robust is found.chosen else layout_words(robust.plan)
+        parts.append(field_table(priced, candidates, title))
+        parts.append(f"Most robust: {which}.  {_verdict(found, robust)}")
+    data = {
+        "off": found.off,
+        "chosen": plan_data(plan),
+        **records(priced, candidates)[0],
+        "scenarios": records(scenarios, numbers),
+        "near": found.near,
+        "candidates": records(priced, candidates) if found.near is not None else [],
+        "candidates_left_out": found.left_out,
+        "most_robust": plan_data(robust.plan) if found.near is not None else None,
+    }
+    title = f"{plan.model_name} on {plan.cluster_name}: predictions off by {percent(found.off)}"
+    return Reply(parts, doubted(doubt, data), title, doubt)
 
 
-def _scenario_row(found: Robustness, number: int) -> tuple[str, ...]:
-    best, regret = found.best[number], found.regret(found.chosen, number)
-    words = (
-        "none fits"
-        if best is None
-        else "the same"
-        if choices_of(best) == choices_of(found.chosen.plan)
-        else short_words(best)
-    )
-    there = (
-        ms(found.chosen.time_s(number)) + (" +" if found.chosen.adapts(number) else "")
-        if isfinite(regret)
-        else "does not fit"
-    )
-    best_words = ms(found.best_s(number)) if isfinite(found.best_s(number)) else "-"
+def _plan_fields(found: Robustness) -> tuple[Field, ...]:
+    """The facts of each plan that is priced in the scenarios."""
+    best_s = found.chosen.plan.predicted.step_time_s
+
+    def where(one: RepricedPlan) -> str:
+        regret, worst = found.worst(one)
+        return str(worst) if regret >= _NOTHING else ""
+
     return (
-        str(found.scenarios[number]),
-        there,
-        best_words,
-        percent(regret) if isfinite(regret) else "-",
-        words,
+        Field("choices", lambda one: choices_of(one.plan)),
+        Field("", lambda one: short_words(one.plan), "plan"),
+        Field("step_time_s", lambda one: one.plan.predicted.step_time_s, "step", ms),
+        Field("", lambda one: one.plan.predicted.step_time_s / best_s - 1, "slower", percent),
+        Field("peak_memory_bytes", lambda one: max(one.plan.predicted.peak_memory_bytes)),
+        Field("misfit_chance", lambda one: misfit_chance(one.plan, found.cluster)),
+        Field("", lambda one: "no" if found.misfits(one) else "yes", "fits always"),
+        Field("worst_regret", lambda one: found.worst(one)[0], "worst regret", percent),
+        Field("worst_scenario", lambda one: str(found.worst(one)[1])),
+        Field("", where, "where"),
+        Field("does_not_fit", lambda one: [str(found.scenarios[k]) for k in found.misfits(one)]),
+    )
+
+
+def _scenario_fields(found: Robustness) -> tuple[Field, ...]:
+    """The facts of each scenario, by its number."""
+    chosen = found.chosen
+
+    def finite(value: float) -> float | None:
+        return value if isfinite(value) else None
+
+    def there(k: int) -> str:
+        time_s = chosen.time_s(k)
+        return ms(time_s) + " +" * chosen.adapts(k) if isfinite(time_s) else "does not fit"
+
+    def best_words(k: int) -> str:
+        if (best := found.best[k]) is None:
+            return "none fits"
+        return "the same" if choices_of(best) == choices_of(chosen.plan) else short_words(best)
+
+    return (
+        Field("scenario", lambda k: str(found.scenarios[k]), "scenario"),
+        Field("factors", lambda k: dict(found.scenarios[k].factors)),
+        Field("", there, "chosen", str),
+        Field("chosen_s", lambda k: finite(chosen.time_s(k))),
+        Field("best_s", lambda k: finite(found.best_s(k)), "best found", ms),
+        Field("regret", lambda k: finite(found.regret(chosen, k)), "regret", percent),
+        Field("layouts_adapt", chosen.adapts),
+        Field("", best_words, "best plan there"),
+        Field("best", lambda k: found.best[k] and choices_of(found.best[k])),
     )
 
 
@@ -512,39 +474,3 @@ def _chance_words(found: Robustness) -> str:
     if chance is None:
         return ""
     return f"  The chance that it does not fit is {percent(chance)}, by the measured error of predicted memory."
-
-
-def _near_parts(found: Robustness) -> Iterator[Any]:
-    """The part of the report on plans nearly as good: a table of them, and a sentence on the most
-    robust one.
-    """
-    from rich.text import Text
-
-    rows = []
-    for one in found.priced:
-        regret, worst = found.worst(one)
-        step_s = one.plan.predicted.step_time_s
-        fits = "no" if found.misfits(one) else "yes"
-        rows.append(
-            (
-                short_words(one.plan),
-                ms(step_s),
-                percent(step_s / found.chosen.plan.predicted.step_time_s - 1),
-                fits,
-                percent(regret),
-                str(worst) if regret >= _NOTHING else "",
-            )
-        )
-    left = (
-        f" ({found.left_out} more candidates that may be were not priced)" if found.left_out else ""
-    )
-    near = percent(found.near or 0.0)
-    yield grid(
-        f"Plans within {near} of the chosen one{left}",
-        ("plan", "step", "slower", "fits always", "worst regret", "where"),
-        rows,
-        right=(1, 2, 4),
-    )
-    robust = found.most_robust
-    which = "the chosen one" if robust is found.chosen else layout_words(robust.plan)
-    yield Text(f"Most robust: {which}.  {_verdict(found, robust)}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.plan_report import plan_data
@@ -17,12 +17,11 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
 from autopar.request.software import software_line
+from autopar.text.numbers import Numbers
 from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
-from autopar.text.tables import Grid, grid
+from autopar.text.replies import ABSENT, Field, Reply, Spot, Spots, doubted, field_table, records
+from autopar.text.tables import Table
 from autopar.text.units import NOT_PROVED, gap_words, gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 BREAK_EVEN_RATIO = 1.05
 """A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
@@ -59,8 +58,7 @@ class Point:
 
     def value(self, axis: str) -> str:
         """The field `axis` as text, without the unit of its column heading."""
-        value = getattr(self, axis)
-        return f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
+        return _text(axis, getattr(self, axis))
 
 
 _HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
@@ -289,24 +287,15 @@ def pareto(rows: Sequence[SweepRow | Unplanned]) -> list[bool]:
     return [isinstance(row, SweepRow) and not dominated(row.merits) for row in rows]
 
 
-def sweep_data(found: Sweep) -> dict[str, Any]:
-    """The sweep as a dict for JSON: varied fields, a dict for each point, and the changes of plan.
-    Plans have the format of plan files, but without the long list of candidates in their
-    certificates.
+def sweep_reply(found: Sweep, model: str, cluster: Cluster) -> Reply:
+    """A row for each point of the sweep of `model` on `cluster`, and lines on units, points without a
+    plan, changes of plan, and what is not proved. The page draws step time against cost.
     """
-    rows = [
-        _point_data(row.point)
-        | {"cluster": row.cluster.name, "pareto": best}
-        | (
-            {"reason": row.reason, "plan": None}
-            if isinstance(row, Unplanned)
-            else _row_data(row, found)
-        )
-        for row, best in zip(found.rows, pareto(found.rows), strict=True)
-    ]
+    varied, price = found.axes or ("devices",), cluster.price_per_device_hour
+    fields, numbers = _fields(found, varied, price), range(len(found.rows))
     changes = [
         {
-            **_point_data(replace(change.above.point, inter_Bps=None)),
+            **{axis: getattr(change.above.point, axis) for axis in _HEADS} | {"inter_Bps": None},
             "below_Bps": change.below_Bps,
             "above_Bps": change.above.point.inter_Bps,
             "below": choices_of(change.below),
@@ -314,53 +303,97 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
         }
         for change in found.break_evens
     ]
-    doubt = doubt_words(found)
-    first = {"not_proved": doubt} if doubt else {}
-    return first | {"axes": list(found.axes), "rows": rows, "break_evens": changes}
-
-
-def _row_data(row: SweepRow, found: Sweep) -> dict[str, Any]:
-    priced = row.cluster.price_per_device_hour is not None
-    plan = replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))
-    return {
-        "reason": "",
-        "gap": row.plan.certificate.gap,
-        "tokens_per_s_per_device": row.rate,
-        "efficiency": found.efficiency(row),
-        "device_hours_per_million_tokens": row.device_hours,
-        "dollars_per_million_tokens": row.cost if priced else None,
-        "plan": plan_data(plan),
-    }
-
-
-def _point_data(point: Point) -> dict[str, Any]:
-    return {name: getattr(point, name) for name in Point.__dataclass_fields__}
-
-
-def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
-    """The sweep as a rich renderable: a title with `model` and `cluster`, a table with a row for
-    each point, and lines. The lines explain units, and tell points without a plan, changes of plan
-    and what is not proved.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    points = "1 point" if len(found.rows) == 1 else f"{len(found.rows)} points"
-    title = Text(f"{model} on {cluster.name}: {points}", style="bold")
-    doubt = [Text(words, style="yellow") for words in (doubt_words(found),) if words]
-    varied, price = found.axes or ("devices",), cluster.price_per_device_hour
-    unit = "GPUh/M" if price is None else "$/M"
+    doubt, at = doubt_words(found), found.rows[0].point
+    rows = records(fields, numbers)
+    data = doubted(doubt, {"axes": list(found.axes), "rows": rows, "break_evens": changes})
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
-    at = found.rows[0].point
     same = ", ".join(at.words(axis) for axis in _HEADS if axis not in varied and getattr(at, axis))
-    software = [software_line(row.plan.made_for.software) for row in found.planned[:1]]
-    lines = [
-        *(f"Software: {words}." for words in software),
+    parts: list[str | Table] = [
+        field_table(fields, numbers, at="rows"),
+        *(f"Software: {software_line(row.plan.made_for.software)}." for row in found.planned[:1]),
         f"{f'All points: {same}.  ' if same else ''}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first "
-        f"row's.  {unit}: {cost} for a million tokens.  *: on the Pareto front of step time, cost and memory.",
-        *sweep_lines(found),
+        f"row's.  {_unit(price)}: {cost} for a million tokens.  *: on the Pareto front of step time, cost and memory.",
+        *(f"{_where(r, varied)}: {r.reason}." for r in found.rows if isinstance(r, Unplanned)),
+        *(_change_words(change, found.axes) for change in found.break_evens),
+        *_caveats(found, varied),
     ]
-    return Group(*doubt, title, _point_table(found, varied, unit), *map(Text, lines))
+    points = "1 point" if len(found.rows) == 1 else f"{len(found.rows)} points"
+    title = f"{model} on {cluster.name}: {points}"
+    return Reply(parts, data, title, doubt, _figure(found, data, price), "sweep")
+
+
+def _fields(found: Sweep, varied: Sequence[str], price: float | None) -> tuple[Field, ...]:
+    """The facts of each row, by its number. `varied` are the fields of a point that are shown."""
+    best = pareto(found.rows)
+
+    def planned(get: Callable[[SweepRow], Any], otherwise: Any = ABSENT) -> Callable[[int], Any]:
+        def of(k: int) -> Any:
+            row = found.rows[k]
+            return get(row) if isinstance(row, SweepRow) else otherwise
+
+        return of
+
+    def axis(name: str) -> Field:
+        head = _HEADS[name] if name in varied else None
+        return Field(name, lambda k: getattr(found.rows[k].point, name), head, partial(_text, name))
+
+    def predicted(name: str) -> Any:
+        return planned(lambda row: getattr(row.plan.predicted, name))
+
+    def dollars(row: SweepRow) -> float | None:
+        return None if row.cluster.price_per_device_hour is None else row.cost
+
+    def short(row: SweepRow) -> dict[str, Any]:
+        """The plan without the long list of candidates in its certificate."""
+        proof = replace(row.plan.certificate, meshes=())
+        return plan_data(replace(row.plan, certificate=proof))
+
+    hours, money = (None, _unit(price)) if price is not None else (_unit(price), None)
+    return (
+        *map(axis, _HEADS),
+        Field("cluster", lambda k: found.rows[k].cluster.name),
+        Field("pareto", best.__getitem__),
+        Field("reason", lambda k: getattr(found.rows[k], "reason", "")),
+        Field("gap", planned(lambda row: row.plan.certificate.gap)),
+        Field("", planned(lambda row: short_words(row.plan), "none: see below"), "plan"),
+        Field("plan.predicted.step_time_s", predicted("step_time_s"), "step", ms),
+        Field("plan.predicted.tokens_per_s", predicted("tokens_per_s"), "tok/s", "{:,.0f}".format, True),
+        Field("plan.predicted.mfu", predicted("mfu"), "MFU", percent, True),
+        Field("tokens_per_s_per_device", planned(lambda row: row.rate), "tok/s/GPU", "{:,.0f}".format),
+        Field("efficiency", planned(found.efficiency), "eff. %", lambda x: f"{100 * x:.1f}"),
+        Field("", planned(lambda row: row.peak_bytes), "GiB", lambda x: gib(x).removesuffix(" GiB")),
+        Field("device_hours_per_million_tokens", planned(lambda row: row.device_hours), hours, "{:.3g}".format),
+        Field("dollars_per_million_tokens", planned(dollars), money, "{:.3g}".format),
+        Field("plan", planned(short, None)),
+        Field("", lambda k: "*" * best[k], ""),
+    )  # fmt: skip
+
+
+def _text(axis: str, value: float) -> str:
+    """A field of a point as text, without the unit of its column heading."""
+    return f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
+
+
+def _unit(price: float | None) -> str:
+    return "GPUh/M" if price is None else "$/M"
+
+
+def _figure(found: Sweep, data: Any, price: float | None) -> tuple[Spots, str] | None:
+    """Step time against cost, and how to read that."""
+    n, kind, unit = Numbers(data), "dollars", "$ per million tokens"
+    if price is None:
+        kind, unit = "device_hours", "device-hours per million tokens"
+    spots = [
+        Spot(
+            str(row.point),
+            n.ms(f"rows.{k}.plan.predicted.step_time_s"),
+            n.count(f"rows.{k}.{kind}_per_million_tokens"),
+        )
+        for k, row in enumerate(found.rows)
+        if isinstance(row, SweepRow)
+    ]
+    words = f"Each point is a plan: its step time to the right, {unit} upwards. No plan beats those on the line in both."
+    return (Spots(f"Step time and {unit}", spots, "step time"), words) if spots else None
 
 
 def doubt_words(found: Sweep) -> str:
@@ -373,44 +406,8 @@ def doubt_words(found: Sweep) -> str:
     return f"Not proved: {points}; others may take up to {gap_words(max(open_))} less; a higher --time-limit may prove or find more."
 
 
-def sweep_lines(found: Sweep) -> list[str]:
-    """Sentences on points without a plan, changes of plan, and what is not proved."""
-    varied = found.axes or ("devices",)
-    return [
-        *(
-            f"{_where(row, varied)}: {row.reason}."
-            for row in found.rows
-            if isinstance(row, Unplanned)
-        ),
-        *(_change_words(change, found.axes) for change in found.break_evens),
-        *_caveats(found, varied),
-    ]
-
-
 def _where(row: SweepRow | Unplanned, varied: Sequence[str]) -> str:
     return ", ".join(row.point.words(axis) for axis in varied)
-
-
-def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Grid:
-    numbers = ("step", "tok/s/GPU", "eff. %", "GiB", unit, "")
-    heads = (*(_HEADS[axis] for axis in varied), "plan", *numbers)
-    rows = []
-    for row, best in zip(found.rows, pareto(found.rows), strict=True):
-        where = tuple(row.point.value(axis) for axis in varied)
-        if isinstance(row, Unplanned):
-            rows.append((*where, "none: see below", *("-",) * 5, ""))
-            continue
-        values = (
-            short_words(row.plan),
-            ms(row.plan.predicted.step_time_s),
-            f"{row.rate:,.0f}",
-            f"{100 * found.efficiency(row):.1f}",
-            gib(row.peak_bytes).removesuffix(" GiB"),
-            f"{row.cost:.3g}",
-        )
-        rows.append((*where, *values, "*" if best else ""))
-    right = tuple(place for place, head in enumerate(heads) if head != "plan")
-    return grid("", heads, rows, right=right)
 
 
 def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:

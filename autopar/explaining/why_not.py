@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.certificate import not_proved_words
@@ -16,12 +16,11 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import check_pin_names, choices_of, first_difference, pin_text
+from autopar.text.numbers import Number, Numbers, Words
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, PlanOn, layout_words
-from autopar.text.tables import grid
+from autopar.text.replies import Reply, StepBar, Styled, doubted
+from autopar.text.tables import Table
 from autopar.text.units import gap_words, gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 _MATTERS = 0.05
 """A part that changes by less than this fraction of the total difference is shown only in the
@@ -128,60 +127,56 @@ def why_not(
         return replace(answer, reason=str(error))
 
 
-def why_not_data(answer: WhyNot) -> dict[str, Any]:
-    """The answer as a dict for JSON, in seconds and bytes. Plans have the format of plan files;
-    None where there is none. Times and memory by part are present if there is a plan under the
-    pins.
+def why_not_reply(found: WhyNot) -> Reply:
+    """The answer in sentences, then tables of the parts of both plans, or of the plan that needs the
+    least memory. The page draws both steps.
+
+    In JSON, plans have the format of plan files; None where there is none. Times and memory by part
+    are present if there is a plan under the pins.
     """
-    doubt = not_proved_words(answer.chosen)
-    data = ({"not_proved": doubt} if doubt else {}) | {
-        "pin": answer.pin,
-        "answer": answer.verdict,
-        "reason": answer.reason,
-        "difference_s": answer.difference_s,
-        "first_difference": None,
-    }
-    if answer.differs:
-        chosen = choices_of(answer.chosen).get(answer.differs)
-        data["first_difference"] = {
-            "pin": answer.differs,
-            "pinned": answer.pin[answer.differs],
-            "chosen": chosen,
-        }
-    if answer.pinned is not None:
-        data["time_s"] = {
-            p: {"chosen": a, "pinned": b} for p, a, b in time_parts(answer.chosen, answer.pinned)
-        }
-        data["memory_bytes"] = {
-            p: {"chosen": a, "pinned": b} for p, a, b in memory_parts(answer.chosen, answer.pinned)
-        }
-    if answer.least is not None:
-        data["least_memory"] = {
-            "capacity_bytes": answer.capacity_bytes,
-            "plan": plan_data(answer.least),
-        }
-    plans = {"chosen": answer.chosen, "pinned": answer.pinned}
-    return data | {name: None if plan is None else plan_data(plan) for name, plan in plans.items()}
+    chosen, pinned, doubt = found.chosen, found.pinned, not_proved_words(found.chosen)
+    data = doubted(doubt, dict(_facts(found)))
+    n, plans = Numbers(data), {"chosen": chosen}
+    first, second, *others = why_not_lines(found)
+    parts: list[str | Styled | Table] = [
+        first,
+        second if pinned else Styled(second, "yellow"),
+        *others,
+    ]
+    if found.least is not None:
+        parts.append(_least_table(n, found.least))
+    if pinned is not None and not found.same:
+        plans["pinned"] = pinned
+        parts.append(_beside("Time of a step", n, "time_s", TIME_WORDS, ("step", "step_time_s")))
+        peak = ("peak", "peak_memory_bytes")
+        parts.append(_beside("Memory of the fullest device", n, "memory_bytes", MEMORY_WORDS, peak))
+    bars = [
+        StepBar(
+            f"{name}: {layout_words(plan)}",
+            plan.predicted.breakdown,
+            n.ms(f"{name}.predicted.step_time_s"),
+        )
+        for name, plan in plans.items()
+    ]
+    title = f"{chosen.model_name} on {chosen.cluster_name}: why not {pin_text(found.pin)}?"
+    return Reply(parts, data, title, doubt, (bars, ""), "why-not", chosen.cost_model_version)
 
 
-def why_not_table(answer: WhyNot) -> Group:
-    """The answer as a rich renderable: its sentences, then tables of the parts of both plans, or of
-    the plan that needs the least memory.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    chosen, pinned = answer.chosen, answer.pinned
-    doubt = not_proved_words(chosen)
-    title = f"{chosen.model_name} on {chosen.cluster_name}: why not {pin_text(answer.pin)}?"
-    first, second, *others = why_not_lines(answer)
-    parts: list[Any] = [Text(doubt, style="yellow")] if doubt else []
-    parts += [Text(title, style="bold"), Text(first)]
-    parts.append(Text(second, style="" if pinned is not None else "yellow"))
-    parts += map(Text, others)
-    if answer.least is not None:
-        parts.append(_least_table(answer.least))
-    return Group(*parts, *(_compared(chosen, pinned) if pinned and not answer.same else ()))
+def _facts(found: WhyNot) -> Iterator[tuple[str, Any]]:
+    """The JSON of the answer, in seconds and bytes."""
+    chosen, pinned, key = found.chosen, found.pinned, found.differs
+    yield from (("pin", found.pin), ("answer", found.verdict), ("reason", found.reason))
+    yield "difference_s", found.difference_s
+    theirs = {"pin": key, "pinned": found.pin.get(key), "chosen": choices_of(chosen).get(key)}
+    yield "first_difference", theirs if key else None
+    if pinned is not None:
+        for name, parts in (("time_s", time_parts), ("memory_bytes", memory_parts)):
+            yield name, {p: {"chosen": a, "pinned": b} for p, a, b in parts(chosen, pinned)}
+    if found.least is not None:
+        least = {"capacity_bytes": found.capacity_bytes, "plan": plan_data(found.least)}
+        yield "least_memory", least
+    yield "chosen", plan_data(chosen)
+    yield "pinned", None if pinned is None else plan_data(pinned)
 
 
 def why_not_lines(answer: WhyNot) -> list[str]:
@@ -208,16 +203,6 @@ def why_not_lines(answer: WhyNot) -> list[str]:
 def _plan_words(name: str, plan: Plan) -> str:
     peak = gib(max(plan.predicted.peak_memory_bytes))
     return f"{name}: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {peak}."
-
-
-def _compared(chosen: Plan, pinned: Plan) -> Iterator[Any]:
-    """Tables of time by part and of memory by part."""
-    rows = [(TIME_WORDS.get(p, p), a, b) for p, a, b in time_parts(chosen, pinned) if a or b]
-    rows.append(("step", chosen.predicted.step_time_s, pinned.predicted.step_time_s))
-    yield _beside("Time of a step", rows, ms)
-    rows = [(MEMORY_WORDS.get(p, p), a, b) for p, a, b in memory_parts(chosen, pinned)]
-    most, pinned_most = (max(plan.predicted.peak_memory_bytes) for plan in (chosen, pinned))
-    yield _beside("Memory of the fullest device", [*rows, ("peak", most, pinned_most)], gib)
 
 
 def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
@@ -260,15 +245,15 @@ def _forbidden(answer: WhyNot) -> Iterator[str]:
         )
 
 
-def _least_table(plan: Plan) -> Any:
+def _least_table(n: Numbers, plan: Plan) -> Table:
     """Memory by part of the plan that needs least."""
-    peak = max(plan.predicted.peak_memory_bytes)
-    rows = [
-        (MEMORY_WORDS.get(part, part), gib(size), percent(size / peak))
+    peak, at = max(plan.predicted.peak_memory_bytes), "least_memory.plan.predicted"
+    rows: list[list[Words]] = [
+        [MEMORY_WORDS.get(part, part), n.gib(f"{at}.memory.{part}"), percent(size / peak)]
         for part, size in plan.predicted.memory.items()
     ]
-    title, heads = "The least memory under the pins", ("part", "size", "share")
-    return grid(title, heads, [*rows, ("peak", gib(peak), "")], right=(1, 2))
+    rows.append(["peak", n.most_gib(f"{at}.peak_memory_bytes"), ""])
+    return Table(("part", "size", "share"), rows, (1, 2), title="The least memory under the pins")
 
 
 def _difference_words(answer: WhyNot, pinned: Plan) -> str:
@@ -326,9 +311,25 @@ def _others_words(answer: WhyNot, pinned: Plan) -> str:
     return f"What changes with it: {', '.join(changed)}." if changed else ""
 
 
-def _beside(title: str, rows: list[tuple[str, float, float]], words: Any) -> Any:
-    def signed(value: float) -> str:
-        return ("+" if value > 0 else "-" if value < 0 else "") + words(abs(value))
+def _beside(
+    title: str, n: Numbers, key: str, words: Mapping[str, str], total: tuple[str, str]
+) -> Table:
+    """Both plans by part, as `key` of the JSON has them, and their `total`: its name, and its field of
+    a prediction. Parts that take no time are left out.
+    """
+    show, whole = (n.ms, n.ms) if key == "time_s" else (n.gib, n.most_gib)
+    rows: list[tuple[str, Number, Number]] = [
+        (words.get(part, part), show(f"{key}.{part}.chosen"), show(f"{key}.{part}.pinned"))
+        for part, sizes in n.value(key).items()
+        if key != "time_s" or any(sizes.values())
+    ]
+    own, other = (whole(f"{name}.predicted.{total[1]}") for name in ("chosen", "pinned"))
+    cells = [
+        (*row, _signed(row[2].value - row[1].value, key)) for row in (*rows, (total[0], own, other))
+    ]
+    return Table(("part", "chosen", "pinned", "difference"), cells, (1, 2, 3), title=title)
 
-    cells = [(what, words(a), words(b), signed(b - a)) for what, a, b in rows]
-    return grid(title, ("part", "chosen", "pinned", "difference"), cells, right=(1, 2, 3))
+
+def _signed(value: float, key: str) -> str:
+    words = ms if key == "time_s" else gib
+    return ("+" if value > 0 else "-" if value < 0 else "") + words(abs(value))

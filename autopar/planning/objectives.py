@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, isinf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar_cost_models.checks import finite
 
@@ -24,11 +24,9 @@ from autopar.text.plan_words import (
     layout_words,
     short_words,
 )
-from autopar.text.tables import grid
+from autopar.text.replies import Field, Reply, field_table, records
+from autopar.text.tables import Table
 from autopar.text.units import PROVED, gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 LEAST_MEMORY_TOLERANCE = 0.01
 """Relative tolerance between the least memory found and the proved minimum."""
@@ -455,12 +453,17 @@ _UNITS = {
 }
 
 
-def chosen_data(chosen: Chosen) -> dict[str, Any]:
-    """A dict for JSON: objective, deadline, value and bound in `unit`, whether they prove the plan
-    best, the claim in words, and a dict for each attempt.
+def chosen_reply(chosen: Chosen) -> Reply:
+    """The objective and the claim as a sentence, then a row for each attempt, if there were any. In
+    JSON, value and bound are in `unit`.
     """
-    goal = chosen.goal
-    return {
+    goal, price = chosen.goal, chosen.cluster.price_per_device_hour
+    fields = _tried_fields(price)
+    said = f"{chosen.claim[0].upper()}{chosen.claim[1:]}."
+    parts: list[str | Table] = [f"Objective: {_HEADS[goal.objective]}.  {said}"]
+    if chosen.tried:
+        parts.append(field_table(fields, chosen.tried))
+    data = {
         "objective": goal.objective,
         "deadline_s": goal.deadline_s,
         "tokens_per_s": goal.tokens_per_s,
@@ -469,66 +472,41 @@ def chosen_data(chosen: Chosen) -> dict[str, Any]:
         "unit": _UNITS[goal.objective],
         "proven": chosen.proven,
         "claim": chosen.claim,
-        "dollars_per_device_hour": chosen.cluster.price_per_device_hour,
-        "tried": [_tried_data(one) for one in chosen.tried],
+        "dollars_per_device_hour": price,
+        "tried": records(fields, chosen.tried),
     }
+    return Reply(parts, data)
 
 
-def _tried_data(one: Tried) -> dict[str, Any]:
-    fitted = one if isinstance(one, Fitted) else None
-    return {
-        "devices": one.cluster.num_devices,
-        "memory_bytes": one.cluster.device.memory_bytes,
-        "plan": fitted and short_words(fitted.plan),
-        "step_time_s": fitted and fitted.plan.predicted.step_time_s,
-        "bound_s": None if isinf(one.bound_s) else one.bound_s,
-        "peak_memory_bytes": fitted and _peak_bytes(fitted.plan),
-        "device_hours_per_million_tokens": fitted and fitted.device_hours,
-        "reason": str(one.error) if isinstance(one, Failed) else "",
-    }
+def _tried_fields(price: float | None) -> tuple[Field, ...]:
+    """The facts of an attempt. One that failed has neither plan nor times."""
 
+    def fitted(get: Callable[[Fitted], Any]) -> Callable[[Tried], Any]:
+        return lambda one: get(one) if isinstance(one, Fitted) else None
 
-def chosen_table(chosen: Chosen) -> Group:
-    """A rich renderable: the objective and the claim as a sentence, then a table with a row for
-    each attempt, if there were any.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    head = Text(
-        f"Objective: {_HEADS[chosen.goal.objective]}.  {chosen.claim[0].upper()}{chosen.claim[1:]}."
-    )
-    if not chosen.tried:
-        return Group(head)
-    price = chosen.cluster.price_per_device_hour
-    columns = (
-        "devices",
-        "GiB each",
-        "plan",
-        "step",
-        "at least",
-        "GiB",
-        "GPUh/M" if price is None else "$/M",
-    )
-    return Group(
-        head,
-        grid(
-            "",
-            columns,
-            [_tried_row(one, price or 1.0) for one in chosen.tried],
-            right=(0, 1, 3, 4, 5, 6),
-        ),
-    )
-
-
-def _tried_row(one: Tried, price: float) -> tuple[str, ...]:
-    where = (
-        str(one.cluster.num_devices),
-        gib(one.cluster.device.memory_bytes).removesuffix(" GiB"),
-    )
-    if isinstance(one, Failed):
+    def plan_words(one: Tried) -> str:
+        if isinstance(one, Fitted):
+            return short_words(one.plan)
         why = "none fits" if isinstance(one.error, NoPlanFits) else "impossible"
-        return *where, why if one.settled else "none found", *("-",) * 4
-    peak = gib(_peak_bytes(one.plan)).removesuffix(" GiB")
-    times = ms(one.plan.predicted.step_time_s), ms(one.bound_s)
-    return *where, short_words(one.plan), *times, peak, f"{one.device_hours * price:.3g}"
+        return why if one.settled else "none found"
+
+    def bare_gib(size: float) -> str:
+        return gib(size).removesuffix(" GiB")
+
+    def cost(hours: float) -> str:
+        return f"{hours * (price or 1.0):.3g}"
+
+    unit = "GPUh/M" if price is None else "$/M"
+    hours = fitted(lambda one: one.device_hours)
+    return (
+        Field("devices", lambda one: one.cluster.num_devices, "devices", str),
+        Field("memory_bytes", lambda one: one.cluster.device.memory_bytes, "GiB each", bare_gib),
+        Field("", plan_words, "plan"),
+        Field("plan", fitted(lambda one: short_words(one.plan))),
+        Field("step_time_s", fitted(lambda one: one.plan.predicted.step_time_s), "step", ms),
+        Field("", fitted(lambda one: one.bound_s), "at least", ms),
+        Field("bound_s", lambda one: None if isinf(one.bound_s) else one.bound_s),
+        Field("peak_memory_bytes", fitted(lambda one: _peak_bytes(one.plan)), "GiB", bare_gib),
+        Field("device_hours_per_million_tokens", hours, unit, cost),
+        Field("reason", lambda one: str(one.error) if isinstance(one, Failed) else ""),
+    )

@@ -21,7 +21,7 @@ from autopar.request.pins import Pins, PinValue, pin_text
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.text.plan_words import PlanOn
-from autopar.text.tables import Grid, grid
+from autopar.text.replies import Field, Reply, field_table, records
 from autopar.text.units import PROVED, ms, percent
 
 QUICK_S = 5.0
@@ -100,31 +100,24 @@ def priced(outside: Outside, pins: Mapping[str, Any], plan_on: PlanOn, cluster: 
         return replace(outside, why=str(error))
 
 
-def outside_table(found: list[Outside], plan: Plan) -> Grid:
+def outside_reply(found: list[Outside], plan: Plan) -> Reply:
     """What each layout outside of the space takes, beside the fastest plan that was found inside."""
-    rows, own_s = [], plan.certificate.fastest_s
-    for one in found:
+    own_s = plan.certificate.fastest_s
+
+    def than_inside(one: Outside) -> str:
         if one.time_s is None:
-            rows.append((one.choice, pin_text(one.pin), "-", one.why))
-            continue
+            return one.why
         more = one.time_s / own_s - 1
         words = f"{percent(abs(more))} {'longer' if more > 0 else 'less: pin it'}"
-        words = words if abs(more) > PROVED else "as long"
-        rows.append((one.choice, pin_text(one.pin), ms(one.time_s), words))
-    columns = ("choice", "the nearest left out", "step time", "than the fastest inside")
-    return grid(
-        f"Outside of the space, each searched for at most {QUICK_S:g} s", columns, rows, (2,)
+        return words if abs(more) > PROVED else "as long"
+
+    fields = (
+        Field("choice", lambda one: one.choice, "choice"),
+        Field("", lambda one: pin_text(one.pin), "the nearest left out"),
+        Field("pin", lambda one: dict(one.pin)),
+        Field("time_s", lambda one: one.time_s, "step time", ms),
+        Field("", than_inside, "than the fastest inside"),
+        Field("why", lambda one: one.why),
     )
-
-
-def outside_data(found: list[Outside]) -> list[dict[str, Any]]:
-    """A dict for JSON for each layout outside: its pins, seconds of a step or None, and why not."""
-    return [
-        {
-            "choice": one.choice,
-            "pin": dict(one.pin),
-            "time_s": one.time_s,
-            "why": one.why,
-        }
-        for one in found
-    ]
+    title = f"Outside of the space, each searched for at most {QUICK_S:g} s"
+    return Reply([field_table(fields, found, title)], records(fields, found))

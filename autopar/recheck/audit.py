@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import fsum, isclose
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar_cost_models import pipeline_time
 
@@ -47,11 +47,9 @@ from autopar.recheck.plan_costs import (
     waits_for_host_s,
 )
 from autopar.request.plan_request import PlanRequest
-from autopar.text.tables import grid
+from autopar.text.replies import Reply, Styled
+from autopar.text.tables import Table
 from autopar.text.units import gib, ms
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 _TOLERANCE = 1e-9
 """Relative tolerance of seconds. Sums of up to 1e6 terms in another order differ by less than
@@ -119,26 +117,23 @@ class Audit:
             },
         }
 
-    def table(self) -> Group:
-        """The audit as a rich renderable: a table of seconds and bytes, then a verdict, with the
-        findings if it fails.
-        """
-        from rich.console import Group
-        from rich.text import Text
-
+    def reply(self) -> Reply:
+        """A table of seconds and bytes, then a verdict, with the findings if it fails."""
         rows = [(part, ms(seconds)) for part, seconds in self.parts_s.items()]
         rows += [("sum", ms(self.audited_s)), ("objective", ms(self.objective_s))]
         several = len(self.audited_bytes) > 1
         for rank, (a, b) in enumerate(zip(self.predicted_bytes, self.audited_bytes, strict=True)):
             said = "as the plan says" if a == b else f"the plan says {gib(a)}"
             rows.append((f"memory of rank {rank}" if several else "memory", f"{gib(b)}, {said}"))
-        table = grid("Audit", ("", ""), rows)
         looked = f"{self.segments} blocks of {self.ops} ops, {self.edges} edges, {self.conversions} of them converted"
-        if not self.findings:
-            words = f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"
-            return Group(table, Text(words))
-        lines = "\n".join(f"  - {finding}" for finding in self.findings)
-        return Group(table, Text(f"THE AUDIT FAILS ({looked}):\n{lines}\n", style="bold red"))
+        last = (
+            f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"
+        )
+        if self.findings:
+            lines = "\n".join(f"  - {finding}" for finding in self.findings)
+            last = f"THE AUDIT FAILS ({looked}):\n{lines}\n"
+        verdict = Styled(last, "bold red" if self.findings else "")
+        return Reply([Table(("", ""), rows, title="Audit"), verdict], self.as_dict())
 
 
 def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar_cost_models import Action, simulate_pipeline
 
@@ -24,11 +24,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.recheck.plan_costs import StageCost, actions_of, plan_costs
 from autopar.request.plan_request import PlanRequest
-from autopar.text.tables import grid
+from autopar.text.replies import Reply, Styled
+from autopar.text.tables import Table
 from autopar.text.units import gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 TIME_TOLERANCE = 0.02
 """Relative tolerance of the step time: the accuracy of the closed forms of schedules."""
@@ -128,13 +126,8 @@ class Replay:
             "idle_share": self.idle_share,
         }
 
-    def table(self) -> Group:
-        """The replay as a rich renderable: a table of predictions and replayed values, then a
-        verdict.
-        """
-        from rich.console import Group
-        from rich.text import Text
-
+    def reply(self) -> Reply:
+        """Predictions beside replayed values, then a verdict."""
         rows = [
             ("step time", ms(self.predicted_s), ms(self.replayed_s), _signed(self.time_difference))
         ]
@@ -143,12 +136,11 @@ class Replay:
             name = f"memory of rank {rank}" if several else "memory"
             held = gib(b) if c <= (1 + MEMORY_TOLERANCE) * b else f"{gib(b)} to {gib(c)}"
             rows.append((name, gib(a), held, _signed(off)))
-        table = grid("Replay", ("", "predicted", "replayed", "difference"), rows, right=(1, 2, 3))
+        columns = ("", "predicted", "replayed", "difference")
+        table = Table(columns, rows, (1, 2, 3), title="Replay")
         if self.disagreements:
-            return Group(
-                table,
-                Text(f"THE REPLAY DISAGREES: {'; '.join(self.disagreements)}.\n", style="bold red"),
-            )
+            words = f"THE REPLAY DISAGREES: {'; '.join(self.disagreements)}.\n"
+            return Reply([table, Styled(words, "bold red")], self.as_dict())
         allowed = f"{100 * TIME_TOLERANCE:g} % of time and {100 * MEMORY_TOLERANCE:g} % of memory"
         words = f"A simulation of the plan, priced anew, agrees within {allowed}"
         if several:
@@ -156,7 +148,7 @@ class Replay:
         words += "."
         if any(c > (1 + MEMORY_TOLERANCE) * b for _, b, c, _ in self.ranks):
             words += "  Where memory is a range, the stages of a rank need it at different times; its end is what they need together."
-        return Group(table, Text(words + "\n"))
+        return Reply([table, f"{words}\n"], self.as_dict())
 
 
 def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from autopar.report.svg import Svg
-from autopar.text.numbers import Number
 from autopar.text.plan_words import TIME_WORDS
+from autopar.text.replies import StepBar
 from autopar.text.units import ms
 
 _CLASSES = {
@@ -26,15 +25,6 @@ _CLASSES = {
 _JOINT = {"c-tp": "tensor-parallel communication"}
 """The words of classes that several parts have."""
 _WIDE, _LETTERS = 900.0, 120
-
-
-@dataclass(frozen=True, slots=True)
-class StepBar:
-    """A step: its name, seconds of its parts by the names of `Prediction.breakdown`, and its time."""
-
-    name: str
-    parts: Mapping[str, float]
-    step: Number
 
 
 def class_of(part: str) -> str:

@@ -11,25 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.files import made_folder, path_of, write_text
+from autopar.report.bars_figure import bars_figure
+from autopar.report.pareto_figure import pareto_figure
 from autopar.report.svg import Svg, patterns, styles
-from autopar.text.numbers import Words
+from autopar.text.numbers import Number, Words, plain
+from autopar.text.replies import Reply, Spots, Styled
+from autopar.text.tables import Table
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 _TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of a page. `right` are the indices of columns of numbers. `folded` has rows that are
-    shown when a reader asks for them.
-    """
-
-    columns: tuple[str, ...]
-    rows: Sequence[Sequence[Words]]
-    right: tuple[int, ...] = ()
-    folded: Sequence[Sequence[Words]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +98,28 @@ class Page:
             found.append(folder / f"{figure.name}.svg")
             write_text(found[-1], figure.standalone(), "figure")
         return found
+
+
+def page_of(answer: Reply) -> Page:
+    """The page of an answer: its lines as far as the first table, its figure, its tables, and the other
+    lines as items of a list.
+    """
+    lead: list[str | Number] = [f"{answer.doubt} "] if answer.doubt else []
+    tables, items, figure = list[Table](), list[Words](), None
+    for part in answer.parts:
+        words = part.words if isinstance(part, Styled) else part
+        if isinstance(words, Table):
+            tables.append(words)
+        elif words and tables:
+            items.append(words)
+        elif words:
+            lead += [plain(words), " "]
+    if answer.figure is not None:
+        drawn, words = answer.figure
+        figure = pareto_figure(drawn) if isinstance(drawn, Spots) else bars_figure(drawn)
+        lead.append(words)
+    section = Section("answer", "Answer", lead, figure, tuple(tables), items=items)
+    return Page(answer.title, answer.data, [section], answer.version, answer.command)
 
 
 @cache

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import log10
 
 from autopar.explaining.found_plans import FoundPlan
 from autopar.ir.plan import Plan
 from autopar.report.svg import Svg
-from autopar.text.numbers import Number, Numbers
+from autopar.text.numbers import Numbers
 from autopar.text.plan_words import choice_words
+from autopar.text.replies import Spot, Spots
 
 _WIDE, _TALL, _LEFT, _BOTTOM = 720.0, 320.0, 78.0, 44.0
 _MOST_SLOWER = 4.0
 """Candidates that take more than this times the plan's step are not drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """A point of a drawing: its name, how far right and how high it is, and the words beside it."""
-
-    name: str
-    across: Number
-    up: Number
-    words: str = ""
 
 
 def front(spots: Sequence[Spot]) -> list[Spot]:
@@ -56,9 +46,9 @@ def spots_of(found: Sequence[FoundPlan], numbers: Numbers) -> list[Spot]:
     ]
 
 
-def pareto_figure(title: str, spots: Sequence[Spot], across: str) -> Svg:
-    """The drawing. `across` says what the axis to the right is, which is logarithmic."""
-    figure = Svg("pareto", title, _WIDE, _TALL)
+def pareto_figure(drawn: Spots) -> Svg:
+    """The drawing. The axis to the right is logarithmic."""
+    figure, spots = Svg("pareto", drawn.title, _WIDE, _TALL), drawn.spots
     by_time = sorted(spots, key=lambda spot: spot.across.value)
     by_size = sorted(spots, key=lambda spot: spot.up.value)
     low, high = log10(by_time[0].across.value), log10(by_time[-1].across.value)
@@ -74,7 +64,7 @@ def pareto_figure(title: str, spots: Sequence[Spot], across: str) -> Svg:
     figure.line(_LEFT, 12, _LEFT, _TALL - _BOTTOM)
     figure.text(_LEFT + 12, _TALL - 24, by_time[0].across, "soft")
     figure.text(_WIDE - 28, _TALL - 24, by_time[-1].across, "soft", "end")
-    figure.text((_WIDE + _LEFT) / 2, _TALL - 8, f"{across} (logarithmic)", "soft", "middle")
+    figure.text((_WIDE + _LEFT) / 2, _TALL - 8, f"{drawn.across} (logarithmic)", "soft", "middle")
     for spot in by_size[:1] if most == least else (by_size[0], by_size[-1]):
         figure.text(_LEFT - 6, place(spot)[1] + 4, spot.up, "soft", "end")
     points = map(place, front(spots))

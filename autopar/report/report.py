@@ -4,18 +4,14 @@ folder of SVG files, or a trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.explaining.gains import Gain, Home
-from autopar.explaining.lints import LintFinding
-from autopar.explaining.plan_report import BlockCounts, facts_data, plan_text
-from autopar.ir.cluster import Cluster
-from autopar.ir.plan import Plan
+from autopar.explaining.plan_report import PlanFacts, plan_reply
 from autopar.report.block_graph import BlockGraph
 from autopar.report.chrome_trace import write_trace
 from autopar.report.cluster_figure import axis_places
@@ -32,42 +28,22 @@ from autopar.text.plan_words import dollars_per_million_tokens
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(PlanFacts):
     """What a plan is, why, and where its time and memory go.
 
     `print(report)` gives the text of `autopar explain`; a notebook shows the page.
 
     Attributes:
-        plan: the plan.
-        cluster: its cluster. None if its name parses to none; the page then lacks what needs one.
         timeline: its simulated step. None if it was made without the model; the page then has
             neither timeline nor memory over time.
-        findings: the lints to show.
-        counts: the collectives of each block, as for `plan_table`.
         graph: the graph of its most frequent block, or None.
-        command: the command line that makes such a plan, or ''.
-        gains: what other software would save.
-        home: what the software of another framework would save, as a whole.
     """
 
-    plan: Plan
-    cluster: Cluster | None = None
     timeline: Timeline | None = None
-    findings: Sequence[LintFinding] = ()
-    counts: BlockCounts | None = None
     graph: BlockGraph | None = None
-    command: str = ""
-    gains: Sequence[Gain] = ()
-    home: Home | None = None
 
     def __str__(self) -> str:
-        return plan_text(self.plan, self.counts, **self.said)
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """What the text has besides the plan and its collectives, as arguments of `plan_table`."""
-        said = {"cluster": self.cluster, "findings": self.findings, "gains": self.gains}
-        return said | {"home": self.home, "command": self.command}
+        return str(plan_reply(self))
 
     def __contains__(self, text: str) -> bool:
         return text in str(self)
@@ -80,7 +56,7 @@ class Report:
         """All numbers of the page: the plan as `--json` has it, with `lints`, and `report` for what
         the page derives.
         """
-        found = facts_data(self.plan, self.cluster, self.findings, self.gains, self.home)
+        found = self.facts
         return found | {"report": found["report"] | derived(self)}
 
     def sections(self, numbers: Numbers) -> list[Section]:

@@ -19,6 +19,7 @@ from autopar.report.page_parts import PageParts
 from autopar.report.pareto_figure import drawn_plans, front, pareto_figure, spots_of
 from autopar.text.numbers import Number, Words
 from autopar.text.plan_words import sharing_words
+from autopar.text.replies import Spots
 
 _SHOWN, _MOST_LOST = 6, 40
 
@@ -75,7 +76,7 @@ def pareto_section(parts: PageParts) -> Section | None:
         f"Time and memory of the {len(drawn)} plans that the search found{slow}. No other one is at least as good in both as those on the"
         " line. All use every device, so that cost grows with time."
     )
-    figure = pareto_figure("Time against memory of candidates", spots, "step time")
+    figure = pareto_figure(Spots("Time against memory of candidates", spots, "step time"))
     return Section("pareto", "Time against memory", lead, figure)
 
 

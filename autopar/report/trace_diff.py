@@ -11,16 +11,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
-from autopar.text.tables import grid
+from autopar.text.replies import Field, Reply, field_table, records
 from autopar.text.units import ms
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 _AXES = "|".join((*AXES, "copies"))
 _PASS = re.compile(
@@ -56,44 +53,43 @@ class TraceDiff:
     ranges: int
     parts_at: tuple[int, str, str] | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The comparison as plain data for JSON."""
-        return {
-            "process": self.process,
-            "same_order": self.parts_at is None,
-            "parts_at": self.parts_at,
-            "ranges": self.ranges,
-            "rows": [asdict(row) for row in self.rows],
-        }
-
-    def table(self) -> Group:
-        """The comparison as a rich renderable."""
-        from rich.console import Group
-        from rich.text import Text
-
-        rows = [
-            (
-                row.name,
-                f"{row.predicted}"
-                if row.predicted == row.measured
-                else f"{row.predicted} / {row.measured}",
-                ms(row.predicted_s),
-                ms(row.measured_s),
-                f"{row.measured_s / row.predicted_s:.2f} x" if row.predicted_s else "",
-            )
-            for row in self.rows
-        ]
-        columns = ("range", "number", "predicted", "measured", "measured / predicted")
-        table = grid(f"A step of {self.process}", columns, rows, right=(1, 2, 3, 4))
-        if self.parts_at is None:
-            words = f"All {self.ranges:,} ranges have the same names in the same order.\n"
-        else:
+    def reply(self) -> Reply:
+        """The comparison: a row for each name, and whether the order is the same."""
+        fields = (
+            Field("name", lambda row: row.name, "range"),
+            Field("predicted_s", lambda row: row.predicted_s),
+            Field("measured_s", lambda row: row.measured_s),
+            Field("predicted", lambda row: row.predicted),
+            Field("measured", lambda row: row.measured),
+            Field("", _number_words, "number", str),
+            Field("", lambda row: row.predicted_s, "predicted", ms),
+            Field("", lambda row: row.measured_s, "measured", ms),
+            Field("", _ratio_words, "measured / predicted", str),
+        )
+        words = f"All {self.ranges:,} ranges have the same names in the same order.\n"
+        if self.parts_at is not None:
             place, predicted, measured = self.parts_at
             words = (
                 f"The order differs from range {place + 1} on: predicted is {predicted or 'the end'},"
                 f" measured is {measured or 'the end'}.\n"
             )
-        return Group(table, Text(words))
+        data = {
+            "process": self.process,
+            "same_order": self.parts_at is None,
+            "parts_at": self.parts_at,
+            "ranges": self.ranges,
+            "rows": records(fields, self.rows),
+        }
+        return Reply([field_table(fields, self.rows, f"A step of {self.process}"), words], data)
+
+
+def _number_words(row: RangeRow) -> str:
+    same = row.predicted == row.measured
+    return f"{row.predicted}" if same else f"{row.predicted} / {row.measured}"
+
+
+def _ratio_words(row: RangeRow) -> str:
+    return f"{row.measured_s / row.predicted_s:.2f} x" if row.predicted_s else ""
 
 
 def trace_diff(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> TraceDiff:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar_cost_models import DEVICES, NODES, Device, NodePreset
 
 from autopar.text.measured import device_errors
-from autopar.text.tables import grid
+from autopar.text.replies import Reply
+from autopar.text.tables import Table
 from autopar.text.units import count, percent
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from autopar.models.published import PublishedModel
 
 _DTYPES = ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64")
@@ -25,40 +24,26 @@ def _chosen(names: Sequence[str], words: Sequence[str]) -> list[str]:
     return [name for name in names if all(word.lower() in name for word in words)]
 
 
-def models_data(words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The named models whose names contain each of `words`, as plain data."""
-    from autopar.models.published import published_models
-
-    models = published_models()
-    return [
-        {
-            key: value
-            for key, value in asdict(models[name]).items()
-            if key not in ("repeats", "different")
-        }
-        | {"layers": models[name].layers}
-        for name in _chosen(list(models), words)
-    ]
-
-
-def models_table(words: Sequence[str] = ()) -> Group:
-    """The named models as a rich renderable: parameters, layers, sequence and source."""
-    from rich.console import Group
-    from rich.text import Text
-
+def models_reply(words: Sequence[str] = ()) -> Reply:
+    """The named models whose names contain each of `words`: parameters, layers, sequence, source."""
     from autopar.models.published import ALIASES, published_models
 
     models = published_models()
-    rows = [_model_row(models[name]) for name in _chosen(list(models), words)]
+    found = [models[name] for name in _chosen(list(models), words)]
     columns = ("model", "parameters", "layers", "sequence", "built by", "source")
     others = ", ".join(f"{other} is {name}" for other, name in ALIASES.items())
-    return Group(
-        grid("Models", columns, rows, right=(1, 2, 3)),
-        Text(
-            "Parameters are as published (*: without embeddings), and the built model has as many within 0.5 %.  The sequence is that "
-            f"of pre-training, and --seq sets another.  Other names: {others}.\n"
-        ),
+    note = (
+        "Parameters are as published (*: without embeddings), and the built model has as many within 0.5 %.  The sequence is that "
+        f"of pre-training, and --seq sets another.  Other names: {others}.\n"
     )
+    table = Table(columns, list(map(_model_row, found)), (1, 2, 3), title="Models")
+    left_out = ("repeats", "different")
+    data = [
+        {key: value for key, value in asdict(model).items() if key not in left_out}
+        | {"layers": model.layers}
+        for model in found
+    ]
+    return Reply([table, note], data)
 
 
 def _model_row(model: PublishedModel) -> tuple[str, ...]:
@@ -69,28 +54,19 @@ def _model_row(model: PublishedModel) -> tuple[str, ...]:
     return model.name, parameters + mark, model.layers, seq, by, model.source
 
 
-def devices_data(words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The devices of the catalogue whose names contain each of `words`, as plain data."""
-    errors = device_errors()
-    return [
-        asdict(DEVICES[name]) | {"measured": asdict(errors[name]) if name in errors else None}
-        for name in _chosen(list(DEVICES), words)
-    ]
-
-
-def devices_table(words: Sequence[str] = ()) -> Group:
-    """The devices of the catalogue as a rich renderable: memory, dense rates, bandwidth, the error
-    of predictions for runs on them, and source.
+def devices_reply(words: Sequence[str] = ()) -> Reply:
+    """The devices of the catalogue whose names contain each of `words`: memory, dense rates, bandwidth,
+    the error of predictions for runs on them, and source.
     """
-    from rich.console import Group
-    from rich.text import Text
-
-    rows = [_device_row(DEVICES[name]) for name in _chosen(list(DEVICES), words)]
+    errors, found = device_errors(), [DEVICES[name] for name in _chosen(list(DEVICES), words)]
     columns = ("device", "memory", "TFLOP/s, dense", "bandwidth", "error", "source")
-    return Group(
-        grid("Devices", columns, rows, right=(1, 3, 4)),
-        Text("Error: the mean of predicted step times, over published runs on the device.\n"),
-    )
+    table = Table(columns, list(map(_device_row, found)), (1, 3, 4), title="Devices")
+    note = "Error: the mean of predicted step times, over published runs on the device.\n"
+    data = [
+        asdict(device) | {"measured": errors.get(device.name) and asdict(errors[device.name])}
+        for device in found
+    ]
+    return Reply([table, note], data)
 
 
 def _device_row(device: Device) -> tuple[str, ...]:
@@ -108,28 +84,16 @@ def _device_row(device: Device) -> tuple[str, ...]:
     )
 
 
-def clusters_data(words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The nodes of the catalogue whose names contain each of `words`, as plain data."""
-    return [
-        asdict(NODES[name]) | {"device": NODES[name].device.name}
-        for name in _chosen(list(NODES), words)
-    ]
-
-
-def clusters_table(words: Sequence[str] = ()) -> Group:
-    """The nodes of the catalogue as a rich renderable: devices, links and their sources."""
-    from rich.console import Group
-    from rich.text import Text
-
-    rows = [_node_row(NODES[name]) for name in _chosen(list(NODES), words)]
+def clusters_reply(words: Sequence[str] = ()) -> Reply:
+    """The nodes of the catalogue whose names contain each of `words`: devices, links and sources."""
+    found = [NODES[name] for name in _chosen(list(NODES), words)]
     columns = ("node", "devices", "inside, each device", "network of a node", "sources")
-    return Group(
-        grid("Nodes", columns, rows),
-        Text(
-            "NODE:4 is a cluster of 4 of them, such as dgx-h100:4.  Rates are line rates in one direction.  `autopar cluster NODE:4` "
-            "prints one as a file to edit.\n"
-        ),
+    note = (
+        "NODE:4 is a cluster of 4 of them, such as dgx-h100:4.  Rates are line rates in one direction.  `autopar cluster NODE:4` "
+        "prints one as a file to edit.\n"
     )
+    table = Table(columns, list(map(_node_row, found)), title="Nodes")
+    return Reply([table, note], [asdict(node) | {"device": node.device.name} for node in found])
 
 
 def _node_row(node: NodePreset) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ Words = str | Number | Sequence[str | Number]
 
 def plain(words: Words) -> str:
     """Words as one text."""
-    return str(words) if isinstance(words, (str, Number)) else "".join(map(str, words))
+    return "".join(map(str, words)) if isinstance(words, (list, tuple)) else str(words)
 
 
 class Numbers:

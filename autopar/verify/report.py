@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.ir.mesh import mesh_words
 from autopar.text.layout_words import collectives
 from autopar.text.plan_words import sharing_words
-from autopar.text.tables import grid
+from autopar.text.replies import Field, Reply, Styled, field_table
 from autopar.text.units import percent
 
-if TYPE_CHECKING:
-    from rich.console import Group
 
-
-def verify_table(report: VerifyReport) -> Group:
-    """The report as a rich renderable: a head, a table with one row per mesh, failures, and the
-    verdict.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    columns: dict[str, Callable[[MeshReport], str]] = {
-        "mesh": _verified,
-        "worst error": lambda mesh: f"{mesh.worst_error:.2g}",
-        "in tensor": lambda mesh: mesh.worst_tensor,
-        "loss error": lambda mesh: f"{mesh.loss_error:.2g}",
-        "collectives per micro-batch": lambda mesh: collectives(mesh.collectives),
-        "time": lambda mesh: f"{mesh.time_s:.1f} s",
-        "verdict": lambda mesh: "exact" if mesh.exact else "NOT EXACT",
-    }
-    rows = [tuple(cell(mesh) for cell in columns.values()) for mesh in report.meshes]
+def verify_reply(report: VerifyReport) -> Reply:
+    """The report: a head, a row for each mesh, failures, and the verdict."""
+    fields = (
+        Field("", _verified, "mesh"),
+        Field("", lambda mesh: mesh.worst_error, "worst error", "{:.2g}".format),
+        Field("", lambda mesh: mesh.worst_tensor, "in tensor"),
+        Field("", lambda mesh: mesh.loss_error, "loss error", "{:.2g}".format),
+        Field("", lambda mesh: collectives(mesh.collectives), "collectives per micro-batch"),
+        Field("", lambda mesh: mesh.time_s, "time", "{:.1f} s".format),
+        Field("", lambda mesh: "exact" if mesh.exact else "NOT EXACT", "verdict"),
+    )
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     compiled = ", compiled" if report.compiled else ""
     head = (
@@ -52,12 +42,8 @@ def verify_table(report: VerifyReport) -> Group:
         )
     last = "every plan is exact" if report.exact else "NOT EXACT"
     tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
-    return Group(
-        Text(head),
-        grid("", tuple(columns), rows, right=(1, 3, 5)),
-        *map(Text, failures),
-        Text(tail, style="bold"),
-    )
+    table = field_table(fields, report.meshes)
+    return Reply([head, table, *failures, Styled(tail, "bold")], report.as_dict())
 
 
 def _verified(mesh: MeshReport) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.effort import tried
 
-from autopar.cli.demo import demo_table, text_batches, train_both
+from autopar.cli.demo import demo_reply, text_batches, train_both
 from autopar.cli.plan_commands import show
 
 SMALL = "llama:layers=2,hidden=64,heads=4,kv_heads=2,vocab=256,ffn=176,seq=64"
@@ -16,7 +16,7 @@ def test_processes_agree_with_one_device(capsys):
     assert result.plan.mesh.num_devices == nproc and (nproc == 2 or result.plan.mesh.tp > 1)
     assert result.agrees and result.worst_error <= 1e-4
     assert result.losses[-1] < result.losses[0]
-    show(demo_table(result))
+    show(demo_reply(result))
     printed = capsys.readouterr().out
     assert "Parameters and losses agree" in printed and f"{result.losses[0]:.6f}" in printed
 

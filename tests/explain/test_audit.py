@@ -369,18 +369,18 @@ def test_every_op_must_be_there():
 
 def test_what_is_printed():
     plan, found = planned(LLAMA, PIPE, 9.0), audited(LLAMA, PIPE, 9.0)
-    words = words_of(found.table())
+    words = words_of(found.reply())
     assert (
         "Every edge agrees; the parts sum to the objective" in words and "memory of rank 1" in words
     )
-    data = json.loads(json.dumps(found.as_dict()))
+    data = json.loads(json.dumps(found.reply().data))
     assert (
         data["passes"]
         and data["audited_s"] == found.audited_s
         and data["memory_bytes"][1]["audited"] == found.audited_bytes[1]
     )
     wrong = audited(LLAMA, PIPE, 9.0, replace(plan, zero=0))
-    assert "THE AUDIT FAILS" in words_of(wrong.table()) and not wrong.as_dict()["passes"]
+    assert "THE AUDIT FAILS" in words_of(wrong.reply()) and not wrong.reply().data["passes"]
 
 
 def test_the_audit_shares_no_code_with_the_solver():

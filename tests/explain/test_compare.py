@@ -11,16 +11,15 @@ from support.explain_tasks import task, text_of, words_of
 from autopar.errors import AutoparError
 from autopar.explaining.compare import (
     ComparedPlan,
-    CompareTable,
     Impossible,
     check_compared,
     compare,
-    compare_data,
+    compare_reply,
 )
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import OUT_OF_TIME
-from autopar.report.question_pages import compare_page
+from autopar.report.page import page_of
 
 
 def test_the_best_comes_first_and_the_impossible_with_its_reason():
@@ -32,12 +31,12 @@ def test_the_best_comes_first_and_the_impossible_with_its_reason():
         entry.plan.predicted.step_time_s for entry in entries if isinstance(entry, ComparedPlan)
     ]
     assert times[0] == min(times)
-    data = json.loads(json.dumps(compare_data(entries, t.cluster)))
+    data = json.loads(compare_reply(entries, t.cluster).json())
     assert [entry["ratio"] for entry in data] == [
         pytest.approx(x) for x in (1.0, times[1] / times[0])
     ] + [None, times[2] / times[0]]
     assert Plan.from_json(json.dumps(data[1]["plan"])) == entries[1].plan
-    shown = words_of(CompareTable(entries, t.cluster))
+    shown = words_of(compare_reply(entries, t.cluster))
     for words in (
         "recompute=full",
         "of the best",
@@ -69,16 +68,16 @@ def test_a_search_that_was_cut_has_no_best(share):
 
     entries = compare(cut, t.cluster, [{"tp": 2}], [])
     assert [entry.name for entry in entries] == ["best found", "tp=2"]
-    shown = words_of(CompareTable(entries, t.cluster))
+    shown = words_of(compare_reply(entries, t.cluster))
     known = (
         "another plan may take up to 12 % less"
         if share
         else "no useful lower bound was found (gap 100 %)"
     )
-    page = compare_page(entries, t.cluster).html()
+    page = page_of(compare_reply(entries, t.cluster)).html()
     for words in ("of the best found", "feasible, gap", "a higher --time-limit", known):
         assert words in shown, words
-    assert "Best found:" in page and known in page and "of the best<" not in page
+    assert "of the best found<" in page and known in page and "of the best<" not in page
 
 
 def test_a_price_gives_the_cost_of_tokens():
@@ -88,9 +87,11 @@ def test_a_price_gives_the_cost_of_tokens():
     plan = entries[1].plan
     # devices x price x time / tokens
     dollars = 8 * 2.5 / 3600 * plan.predicted.step_time_s / (16 * 32) * 1e6
-    assert compare_data(entries, priced)[1]["dollars_per_million_tokens"] == pytest.approx(dollars)
+    assert compare_reply(entries, priced).data[1]["dollars_per_million_tokens"] == pytest.approx(
+        dollars
+    )
     assert (
-        f"${dollars:.4g}" in text_of(CompareTable(entries, priced))
+        f"${dollars:.4g}" in text_of(compare_reply(entries, priced))
         and plan.cluster_hash == t.cluster.spec_hash()
     )
 
@@ -98,9 +99,9 @@ def test_a_price_gives_the_cost_of_tokens():
 def test_many_plans_are_as_many_tables_as_the_terminal_needs():
     t = task()
     entries = compare(t.plan, t.cluster, [{"tp": 2}, {"tp": 4}, {"zero": 0}], [])
-    assert text_of(CompareTable(entries, t.cluster), 80).count("micro-batches") == 2
-    assert text_of(CompareTable(entries, t.cluster), 120).count("micro-batches") == 1
-    assert text_of(CompareTable(entries, t.cluster), 45).count("micro-batches") == 4
+    assert text_of(compare_reply(entries, t.cluster), 80).count("micro-batches") == 2
+    assert text_of(compare_reply(entries, t.cluster), 120).count("micro-batches") == 1
+    assert text_of(compare_reply(entries, t.cluster), 45).count("micro-batches") == 4
 
 
 def test_saved_plans_are_compared_if_they_are_for_the_same_task():
@@ -124,7 +125,7 @@ def test_saved_plans_are_compared_if_they_are_for_the_same_task():
         assert isinstance(entries[name], Impossible) and words in entries[name].reason, entries[
             name
         ].reason
-    shown = words_of(CompareTable(list(entries.values()), t.cluster))
+    shown = words_of(compare_reply(list(entries.values()), t.cluster))
     assert "stale is to be read with care" in shown and "batch is not possible" in shown
 
 

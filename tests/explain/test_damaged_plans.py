@@ -12,9 +12,9 @@ from support.effort import examples
 from support.explain_tasks import task, text_of
 
 from autopar.errors import AutoparError
-from autopar.explaining.diff import diff_table
+from autopar.explaining.diff import diff_reply
 from autopar.explaining.lints import lint
-from autopar.explaining.plan_report import plan_table
+from autopar.explaining.plan_report import PlanFacts, plan_reply
 from autopar.ir.plan import Plan
 
 OTHERS = (
@@ -63,8 +63,8 @@ def damaged(data, path, value):
 def show(text: str) -> None:
     base, t = task().plan({"pp": 2}), task()
     plan = Plan.from_json(text)
-    text_of(plan_table(plan, None, t.cluster, lint(plan, t.cluster)), 200)
-    text_of(diff_table(("one", "other"), (base, plan)), 200)
+    text_of(plan_reply(PlanFacts(plan, t.cluster, lint(plan, t.cluster))), 200)
+    text_of(diff_reply(("one", "other"), (base, plan)), 200)
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
 
 

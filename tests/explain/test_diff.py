@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from support.explain_tasks import task, text_of, words_of
 
-from autopar.explaining.diff import diff, diff_table
+from autopar.explaining.diff import diff, diff_reply
 from autopar.explaining.plan_report import plan_text
 from autopar.ir.fusion import Fusion
 from autopar.ir.plan import Plan
@@ -70,7 +70,7 @@ def test_every_change_is_told_and_nothing_else(words):
     back = diff(changed, base())
     assert (back[0].ours, back[0].theirs) == (found[0].theirs, found[0].ours)
     assert asdict(found[0])["what"] == found[0].what
-    text_of(diff_table(("a.json", "b.json"), (base(), changed)))
+    text_of(diff_reply(("a.json", "b.json"), (base(), changed)))
 
 
 def test_equal_plans_say_so():
@@ -79,7 +79,7 @@ def test_equal_plans_say_so():
         plan, certificate=replace(plan.certificate, solve_time_s=99.0, meshes=())
     )
     assert diff(base(), plan) == () == diff(base(), searched_longer)
-    assert "The plans are equal." in text_of(diff_table(("a", "b"), (plan, searched_longer)))
+    assert "The plans are equal." in text_of(diff_reply(("a", "b"), (plan, searched_longer)))
 
 
 def split(plan: Plan, kept: int) -> Plan:
@@ -106,7 +106,7 @@ def test_layers_of_one_structure_that_recompute_differently_are_told_apart():
     ]
     assert found[0].theirs.startswith("1 segments") and found[1].ours is None
     assert diff(split(base(), 1), split(base(), 1)) == ()
-    text_of(diff_table(("a", "b"), (base(), split(base(), 1))))
+    text_of(diff_reply(("a", "b"), (base(), split(base(), 1))))
 
 
 def test_prediction_changes_are_in_percent():
@@ -116,7 +116,7 @@ def test_prediction_changes_are_in_percent():
 
 def test_ops_are_told_in_words_and_hidden_ones_counted():
     other = with_op(with_op(base(), "q_proj", "i"), "silu", "d1")
-    shown = words_of(diff_table(("a", "b"), (base(), other)))
+    shown = words_of(diff_reply(("a", "b"), (base(), other)))
     assert (
         "layers.0 q_proj over tp" in shown and "row-parallel" in shown and "and 1 more ops" in shown
     )
@@ -125,7 +125,7 @@ def test_ops_are_told_in_words_and_hidden_ones_counted():
 def test_plans_of_other_models_share_no_blocks_but_can_be_told_apart():
     found = diff(base(), task("gpt-tiny").plan({"tp": 4}))
     assert {"model", "prediction"} <= {difference.part for difference in found}
-    text_of(diff_table(("a", "b"), (base(), task("gpt-tiny").plan({"tp": 4}))))
+    text_of(diff_reply(("a", "b"), (base(), task("gpt-tiny").plan({"tp": 4}))))
 
 
 def test_a_stale_plan_is_noted_where_it_is_shown():
@@ -135,6 +135,6 @@ def test_a_stale_plan_is_noted_where_it_is_shown():
         "This plan was predicted by cost model 0" in plan_text(stale)
         and "cost model" not in plan_text(base()).partition("space")[0]
     )
-    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in plan_text(
+    assert "stale" in text_of(diff_reply(("a", "b"), (base(), stale))) and "stale" not in plan_text(
         base()
     )

@@ -9,7 +9,7 @@ from support.explain_tasks import Task, task, words_of
 from support.fusion_graphs import traced
 
 from autopar.explaining.lints import lint
-from autopar.explaining.plan_report import fusion_table
+from autopar.explaining.plan_report import fusion_reply
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.fusion import FUSE_MODES
 from autopar.ir.plan import Plan
@@ -36,7 +36,7 @@ def test_the_planner_chooses_what_to_fuse(dispatch_s, mode):
     assert alone_s["all"] < alone_s["norms"] < alone_s["off"]
     assert (weighed["all"].host_s > weighed["norms"].host_s > 0) is (mode == "off")
     assert plan.predicted.step_time_s == weighed[mode].step_s
-    text = words_of(fusion_table(plan.fusion))
+    text = words_of(fusion_reply(plan.fusion))
     assert "Compared" in text and ("Nothing is fused" in text) is (mode == "off")
     assert Plan.from_json(plan.to_json()).fusion == plan.fusion
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar import api
 from autopar.explaining.lints import BUBBLE, FILLED, LintFinding, lint
-from autopar.explaining.plan_report import plan_table
+from autopar.explaining.plan_report import PlanFacts, plan_reply
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.software import Software
 
@@ -208,11 +208,11 @@ def test_findings_are_shown_and_a_plan_without_model_has_those_of_the_plan():
         "bubble",
         "small micro-batch",
     }
-    shown = words_of(plan_table(plan, None, t.cluster, whole))
+    shown = words_of(plan_reply(PlanFacts(plan, t.cluster, whole)))
     assert (
         "Lints" in shown
         and "the pipeline idles" in shown
-        and "Lints" not in words_of(plan_table(plan))
+        and "Lints" not in words_of(plan_reply(PlanFacts(plan)))
     )
 
 

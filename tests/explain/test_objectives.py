@@ -22,8 +22,7 @@ from autopar.planning.objectives import (
     MOST_NODES,
     Goal,
     choose,
-    chosen_data,
-    chosen_table,
+    chosen_reply,
     sizes_of,
 )
 from autopar.text.plan_words import device_hours_per_million_tokens
@@ -202,8 +201,8 @@ def test_what_was_not_settled_is_no_proof(failure):
         False,
     ) and "none on 2 takes at most 1.000 s is not proved" in few.claim
     assert (
-        "none found" in words_of(chosen_table(few))
-        and json.loads(json.dumps(chosen_data(few)))["tried"][1]["bound_s"] == 0
+        "none found" in words_of(chosen_reply(few))
+        and json.loads(chosen_reply(few).json())["tried"][1]["bound_s"] == 0
     )
 
 

@@ -87,7 +87,7 @@ def test_interleaved_stages():
     assert len(plan.stages) == 6
     check(found)
     assert found.memory_differences[0] < -0.01, "the embedding's backward is not when most is kept"
-    shown = words_of(found.table())
+    shown = words_of(found.reply())
     assert "Where memory is a range, the stages of a rank need it at different times" in shown
     # what the table prints is what it says of the difference
     assert found.memory_errors[0] == 0 and "GiB +0.00 %" in shown
@@ -179,9 +179,9 @@ def test_a_wrong_prediction_is_found():
         and "a step takes 3.09 % more than predicted" in off.disagreements[0]
     )
     assert "rank 2 holds 1.96 % less" in off.disagreements[1]
-    assert not off.as_dict()["agrees"] and found.as_dict()["agrees"]
-    assert "THE REPLAY DISAGREES: a step takes 3.09 % more" in words_of(off.table())
-    assert "agrees within 2 % of time and 1 % of memory" in words_of(found.table())
+    assert not off.reply().data["agrees"] and found.reply().data["agrees"]
+    assert "THE REPLAY DISAGREES: a step takes 3.09 % more" in words_of(off.reply())
+    assert "agrees within 2 % of time and 1 % of memory" in words_of(found.reply())
 
 
 def test_choices_are_priced_anew():
@@ -256,6 +256,6 @@ def test_the_replay_shares_no_code_with_the_planner():
 
 def test_data_is_json():
     _, found = planned(TIED, (("pp", 1), ("tp", 2), ("micro_batch", 2), ("recompute", "full")))
-    data = json.loads(json.dumps(found.as_dict()))
+    data = json.loads(json.dumps(found.reply().data))
     assert data["memory_bytes"][0]["predicted"] == found.predicted_bytes[0]
     assert data["step_time_s"]["replayed"] == found.replayed_s

@@ -10,7 +10,7 @@ from support.explain_tasks import task
 
 import autopar
 from autopar.explaining.certificate import proof_words
-from autopar.explaining.plan_report import facts_data, plan_text
+from autopar.explaining.plan_report import PlanFacts, plan_text
 from autopar.explaining.run_lines import run_lines
 from autopar.ir.cluster import ClusterSpec, plain_data
 from autopar.ir.plan_fields import OUT_OF_TIME
@@ -73,7 +73,7 @@ def test_a_plan_that_may_not_fit_says_so_first():
         full = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=held))
         first = plan_text(full, cluster=at).splitlines()[0]
         assert first.startswith("Risk: a chance of ") == is_risk
-        assert ("risk" in facts_data(full, at)) == is_risk
+        assert ("risk" in PlanFacts(full, at).facts) == is_risk
     assert "--fit 0.95 " in first
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.explain_tasks import task, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.robust import Scenario, robust_data, robust_table, robustness, scenarios_of
+from autopar.explaining.robust import Scenario, robust_reply, robustness, scenarios_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.request.pins import choices_of, pins_of
@@ -80,7 +80,7 @@ def test_regrets_are_those_of_plans_made_directly():
             )
     regrets = [found.regret(found.chosen, number) for number in range(len(scenarios) - 1)]
     assert found.worst(found.chosen)[0] == max(regrets) > 0.001
-    data = json.loads(json.dumps(robust_data(found)))
+    data = json.loads(robust_reply(found).json())
     assert (
         data["worst_regret"] == max(regrets)
         and data["does_not_fit"] == ["memory need +10 %"]
@@ -193,7 +193,7 @@ def test_the_most_robust_of_those_that_are_near():
     assert found.worst(found.priced[1])[0] < found.worst(found.priced[2])[0]
     # it fits if plans need more memory, which 4 does not
     assert found.most_robust.plan.mesh.tp == 2
-    shown = words_of(robust_table(found))
+    shown = words_of(robust_reply(found))
     assert (
         f"Worst regret where it fits: {100 * regret:.1f} % (compute rate -20 %)" in shown
         and "Plans within 3.0 % of the chosen" in shown
@@ -203,7 +203,7 @@ def test_the_most_robust_of_those_that_are_near():
         in shown
     )
     assert "Most robust: dp=4 tp=2" in shown
-    data = json.loads(json.dumps(robust_data(found)))
+    data = json.loads(robust_reply(found).json())
     assert [one["choices"]["tp"] for one in data["candidates"]] == [1, 4, 2] and data[
         "most_robust"
     ]["mesh"]["tp"] == 2

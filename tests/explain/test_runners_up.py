@@ -15,7 +15,7 @@ from support.explain_tasks import task, words_of
 
 from autopar import api
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.compare import ComparedPlan, CompareTable, compare
+from autopar.explaining.compare import ComparedPlan, compare, compare_reply
 from autopar.explaining.plan_report import plan_data, plan_text
 from autopar.explaining.runners_up import none_words, preference_words, simplicity_of_plan, why
 from autopar.ir.cluster import ClusterSpec
@@ -322,7 +322,7 @@ def test_compare_without_pins_compares_the_families():
     assert names[0] == "best" and set(names[1:]) <= {
         e["family"] for e in plan.certificate.runners_up
     }
-    assert "step time" in words_of(CompareTable(entries, t.cluster))
+    assert "step time" in words_of(compare_reply(entries, t.cluster))
 
 
 def test_headroom_is_kept_and_its_price_printed():

@@ -18,8 +18,7 @@ from autopar.explaining.sweep import (
     pareto,
     points_of,
     sweep,
-    sweep_data,
-    sweep_table,
+    sweep_reply,
 )
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
@@ -58,12 +57,12 @@ def test_a_row_is_the_plan_of_its_point():
     assert last.cost == pytest.approx(
         3.0 * 8 / 3600 * last.plan.predicted.step_time_s / (16 * 32) * 1e6
     )
-    data = json.loads(json.dumps(sweep_data(found)))
+    data = json.loads(sweep_reply(found, "m", t.cluster).json())
     assert data["rows"][0]["efficiency"] == 1.0 and data["rows"][-1]["efficiency"] == pytest.approx(
         last.rate / found.rows[0].rate
     )
     assert data["rows"][-1]["dollars_per_million_tokens"] == pytest.approx(last.cost)
-    shown = text_of(sweep_table(found, "llama-tiny", replace(t.cluster, price_per_device_hour=3.0)))
+    shown = text_of(sweep_reply(found, "llama-tiny", replace(t.cluster, price_per_device_hour=3.0)))
     assert "$/M" in shown and "tok/s/GPU" in shown and "6 points" in shown and "100.0" in shown
 
 
@@ -71,7 +70,7 @@ def test_one_point_is_a_sweep():
     t = task()
     found = swept(t.cluster)
     assert found.axes == () and len(found.rows) == 1 and pareto(found.rows) == [True]
-    shown = text_of(sweep_table(found, "llama-tiny", t.cluster))
+    shown = text_of(sweep_reply(found, "llama-tiny", t.cluster))
     assert "1 point" in shown and "GPUh/M" in shown and " * " in shown and "bandwidth" not in shown
 
 
@@ -85,9 +84,9 @@ def test_a_point_without_plan_has_its_reason():
     best = dict(zip(reasons, pareto(found.rows), strict=True))
     assert not best[248, 3] and any(best.values())
     assert f"248 GPUs, batch 3: {reasons[248, 3]}." in words_of(
-        sweep_table(found, "llama-tiny", task().cluster)
+        sweep_reply(found, "llama-tiny", task().cluster)
     )
-    assert json.loads(json.dumps(sweep_data(found)))["rows"][-1]["plan"] is None
+    assert json.loads(sweep_reply(found, "m", task().cluster).json())["rows"][-1]["plan"] is None
 
 
 def test_points_that_cannot_be():
@@ -142,12 +141,14 @@ def test_a_break_even_brackets_where_a_plan_ceases_to_be_good():
     assert len(changes) == 1 and calls < 30
     before, low, high, after = changes[0]
     assert (before, after) == (8, 2) and low <= 81 / 1.9 <= high <= BREAK_EVEN_RATIO * low
-    shown = words_of(sweep_table(found, "m", ClusterSpec.parse("dgx-h100:2")))
+    shown = words_of(sweep_reply(found, "m", ClusterSpec.parse("dgx-h100:2")))
     assert (
         f"the plan changes between {low:.4g} and {high:.4g} GB/s between nodes: below it is dp=2 tp=8"
         in shown
     )
-    data = json.loads(json.dumps(sweep_data(found)))["break_evens"][0]
+    data = json.loads(sweep_reply(found, "m", ClusterSpec.parse("dgx-h100:2")).json())[
+        "break_evens"
+    ][0]
     assert data["below"]["tp"] == 8 and data["above"]["tp"] == 2 and data["below_Bps"] == low * 1e9
 
 
@@ -171,13 +172,13 @@ def test_gaps_are_told():
     cluster = ClusterSpec.parse("dgx-h100:2")
     points = points_of(cluster, (), (), (16,), [1e10, 1e11])
     found = sweep(unproven, cluster, points, lambda text: None)
-    shown = words_of(sweep_table(found, "m", cluster))
+    shown = words_of(sweep_reply(found, "m", cluster))
     assert (
         "another plan may be faster): 100 GB/s: 25 %." in shown
         and "Plans at a change are not proven best" in shown
     )
-    assert [row["gap"] for row in sweep_data(found)["rows"]] == [0.0, 0.25]
-    proven = words_of(sweep_table(sweep(plan_at, cluster, points, lambda text: None), "m", cluster))
+    assert [row["gap"] for row in sweep_reply(found, "m", cluster).data["rows"]] == [0.0, 0.25]
+    proven = words_of(sweep_reply(sweep(plan_at, cluster, points, lambda text: None), "m", cluster))
     assert "Not proven best" not in proven and "Plans at a change" not in proven
 
 
@@ -187,7 +188,7 @@ def test_ties_are_no_change():
     found, changes, _ = break_evens(times, (10, 11, 200))
     assert len({row.plan.mesh.tp for row in found.rows}) == 2 and not changes
     assert "No bandwidth changes the plan" in text_of(
-        sweep_table(found, "m", ClusterSpec.parse("dgx-h100:2"))
+        sweep_reply(found, "m", ClusterSpec.parse("dgx-h100:2"))
     )
 
 

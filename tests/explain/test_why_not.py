@@ -10,7 +10,7 @@ from support.explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.cost_parts import memory_parts, time_parts
-from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
+from autopar.explaining.why_not import check_asked, why_not, why_not_reply
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
 from autopar.text.units import ms
@@ -35,7 +35,7 @@ def test_the_difference_is_that_of_the_plans_and_adds_up():
     sizes = memory_parts(answer.chosen, answer.pinned)
     for column, plan in ((1, answer.chosen), (2, answer.pinned)):
         assert sum(row[column] for row in sizes) == max(plan.predicted.peak_memory_bytes)
-    shown = words_of(why_not_table(answer))
+    shown = words_of(why_not_reply(answer))
     assert (
         "why not zero=1,tp=4?" in shown
         and "longer a step" in shown
@@ -60,7 +60,7 @@ def test_a_pipeline_is_compared_part_by_part_with_a_plan_that_has_none():
         assert sum(row[column] for row in rows.values()) == pytest.approx(
             plan.predicted.step_time_s
         )
-    assert "pipeline bubble" in text_of(why_not_table(answer))
+    assert "pipeline bubble" in text_of(why_not_reply(answer))
 
 
 def test_the_chosen_plan_is_no_alternative_and_is_planned_once():
@@ -70,15 +70,15 @@ def test_the_chosen_plan_is_no_alternative_and_is_planned_once():
     answer = why_not(t.plan, t.cluster, {"tp": chosen.mesh.tp, "zero": chosen.zero})
     assert answer.same and answer.differs == "" and t.asked == [{}]
     assert (
-        "is what the chosen plan does" in text_of(why_not_table(answer))
-        and why_not_data(answer)["answer"] == "chosen"
+        "is what the chosen plan does" in text_of(why_not_reply(answer))
+        and why_not_reply(answer).data["answer"] == "chosen"
     )
 
 
 def test_a_search_that_ended_before_the_proof_says_so():
     t = task()
     answer = why_not(t.plan, t.cluster, {"tp": 4})
-    assert "with a gap" not in words_of(why_not_table(answer))  # proven
+    assert "with a gap" not in words_of(why_not_reply(answer))  # proven
     pinned, chosen_s = answer.pinned, answer.chosen.predicted.step_time_s
     more_s = (pinned.predicted.step_time_s - chosen_s) / 2
     for bound_s, said in (
@@ -92,7 +92,7 @@ def test_a_search_that_ended_before_the_proof_says_so():
                 pinned, certificate=replace(pinned.certificate, bound_s=bound_s, gap=gap)
             ),
         )
-        shown = words_of(why_not_table(open_))
+        shown = words_of(why_not_reply(open_))
         assert (
             f"The search under tp=4 ended with a gap of {100 * gap:.2g} %" in shown
             and said + " than the chosen one" in shown
@@ -119,9 +119,9 @@ def test_a_given_plan_need_not_be_the_best_of_those_with_the_pins():
         and not answer.same
         and answer.difference_s < 0
     )
-    shown = words_of(why_not_table(answer))
+    shown = words_of(why_not_reply(answer))
     assert "The saved plan is not the fastest." in shown and "First pinned choice" not in shown
-    assert why_not_data(answer)["answer"] == "faster"
+    assert why_not_reply(answer).data["answer"] == "faster"
     assert why_not(t.plan, t.cluster, {"tp": 2}, best).same
 
 
@@ -146,7 +146,7 @@ def test_memory_that_binds_is_named_with_its_parts():
         t.plan(
             {"tp": 2}, replace(ROOMY, device=replace(ROOMY.device, memory_bytes=int(0.999 * least)))
         )
-    shown = words_of(why_not_table(answer))
+    shown = words_of(why_not_reply(answer))
     for words in (
         "tp=2 does not fit",
         "Memory binds",
@@ -155,7 +155,7 @@ def test_memory_that_binds_is_named_with_its_parts():
         "fixed (context, buffers)",
     ):
         assert words in shown, words
-    data = json.loads(json.dumps(why_not_data(answer)))
+    data = json.loads(why_not_reply(answer).json())
     assert (
         data["answer"] == "does not fit"
         and Plan.from_json(json.dumps(data["least_memory"]["plan"])) == answer.least
@@ -169,8 +169,8 @@ def test_what_is_impossible_is_answered_with_the_constraint(pin, words):
     answer = why_not(t.plan, t.cluster, pin)
     assert answer.pinned is None and answer.least is None and words in answer.reason
     assert (
-        "is impossible" in words_of(why_not_table(answer))
-        and why_not_data(answer)["answer"] == "impossible"
+        "is impossible" in words_of(why_not_reply(answer))
+        and why_not_reply(answer).data["answer"] == "impossible"
     )
 
 
@@ -185,8 +185,8 @@ def test_a_faster_choice_says_that_it_was_not_searched():
         return replace(slow, recompute="selective", predicted=fast) if pin else slow
 
     answer = why_not(plan_on, t.cluster, {"recompute": "selective"})
-    assert answer.difference_s == -0.25 and why_not_data(answer)["answer"] == "faster"
-    shown = words_of(why_not_table(answer))
+    assert answer.difference_s == -0.25 and why_not_reply(answer).data["answer"] == "faster"
+    shown = words_of(why_not_reply(answer))
     assert (
         "takes 250 ms less a step (0.750 x). Less: forward compute 250 ms." in shown
         and "outside of what is searched" in shown

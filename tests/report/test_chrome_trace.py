@@ -214,7 +214,7 @@ def test_a_trace_agrees_with_itself_and_not_with_another():
         if event["name"] == "stage 2 forward of micro-batch 3":
             event["ts"], event["dur"] = event["ts"] + 1e3, 2 * event["dur"]
     other = trace_diff(data, late)
-    assert other.parts_at is not None and other.as_dict()["same_order"] is False
+    assert other.parts_at is not None and other.reply().data["same_order"] is False
     rows = {row.name: row for row in other.rows}
     assert (
         rows["stage 2 forward of micro-batches"].measured_s

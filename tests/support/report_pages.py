@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 
 from autopar.cli.session import Asked, Planner
-from autopar.explaining.compare import compare
-from autopar.explaining.sweep import points_of, sweep
-from autopar.explaining.why_not import why_not
+from autopar.explaining.compare import compare, compare_reply
+from autopar.explaining.sweep import points_of, sweep, sweep_reply
+from autopar.explaining.why_not import why_not, why_not_reply
 from autopar.foreign.checking.check import Answer, check_job
 from autopar.foreign.checking.page import check_page
 from autopar.foreign.frameworks.registry import read_job
+from autopar.report import page as pages
 from autopar.report.page import Page
-from autopar.report.question_pages import compare_page, sweep_page, why_not_page
 
 SMALL = "gpt:layers=4,hidden=256,heads=8,vocab=1024,seq=256"
 _JOB = """
@@ -54,10 +54,10 @@ def page_of(name: str) -> Page:
     cluster = planner.cluster
     if name == "compare":
         pins = [{"tp": 2}, {"pp": 2}, {"tp": 3}]
-        return compare_page(compare(planner.plan, cluster, pins, []), cluster)
+        return pages.page_of(compare_reply(compare(planner.plan, cluster, pins, []), cluster))
     if name == "sweep":
         points = points_of(cluster, (2, 4), (), (32,), ())
         plans = lambda at, seq, batch, pin: planner.plan(pin, at, batch, seq)  # noqa: E731
-        return sweep_page(sweep(plans, cluster, points, print), SMALL, cluster)
+        return pages.page_of(sweep_reply(sweep(plans, cluster, points, print), SMALL, cluster))
     pin = {"tp": 4} if name == "why-not" else {"dp": 4, "zero": 0}
-    return why_not_page(why_not(planner.plan, cluster, pin))
+    return pages.page_of(why_not_reply(why_not(planner.plan, cluster, pin)))

@@ -83,11 +83,6 @@ def pipelined(
         [segment for stage in stages[rank :: setting.ranks] for segment in stage]
         for rank in range(setting.ranks)
     ]
-    issue_s = [
-        one.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
-        for one, own, mine in zip(models, costs, of_rank, strict=True)
-    ]
-
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     shared = [
         borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)
@@ -112,12 +107,10 @@ def pipelined(
         for rank, kept in enumerate(kept_by_rank)
     ]
     slowest_s = max(
-        sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks))
-        for rank in range(setting.ranks)
+        sum(one.total_s for one in times[rank :: setting.ranks]) for rank in range(setting.ranks)
     )
     busy_s = model.num_microbatches * slowest_s
-    # the host sets the pace of all micro-batches, and of the bubble
-    waits_s = max(max(issue_s) - slowest_s, 0.0)
+    waits_s = max(_slowest_host_s(models, costs, of_rank) - slowest_s, 0.0)
     ramp = (setting.ranks - 1) / setting.stages_per_rank
     parts = {
         "stages": busy_s,
@@ -128,6 +121,20 @@ def pipelined(
     fullest = max(held, key=lambda parts: sum(parts.values()))
     return Pipelined(
         sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest
+    )
+
+
+def _slowest_host_s(
+    models: Sequence[AnnotatedModel],
+    costs: Sequence[Sequence[SegmentCost]],
+    of_rank: Sequence[Sequence[int]],
+) -> float:
+    """Seconds in which the host of the slowest rank issues a micro-batch. Models, costs of all
+    segments, and own segments are by rank.
+    """
+    return max(
+        model.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
+        for model, own, mine in zip(models, costs, of_rank, strict=True)
     )
 
 

@@ -26,8 +26,8 @@ from autopar.solve.integer_program.lp_relaxation import least_static_by_class
 from autopar.solve.search.candidate_models import CandidateModels
 
 _DEVICE_SHARES = (0.75, 0.5, 0.25, 1e-4)
-"""Weights of the device's time in a mean of it and the host's. With the last, what runs once a step
-decides among placements.
+"""The device's weight in means of its time and the host's. With the last, what runs once a step decides
+among placements.
 """
 
 
@@ -162,8 +162,8 @@ class CandidateBounds:
         return self.least_s, likely_s
 
     def _raise_by_host(self, schedule: Schedule, total: Total, issue_s: float) -> None:
-        """Raises the bound without a pipeline if the host may decide, which issues a micro-batch in
-        at least `issue_s`: the longer of device and host is no less than any mean of both. Adds the
+        """Raises the bound without a pipeline if the host may decide. It issues a micro-batch in at
+        least `issue_s`. The longer of device and host is no less than any mean of both. Adds the
         placements that are best then.
         """
         first, price = self.models.first, total.dual.best_price
