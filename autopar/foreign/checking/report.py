@@ -230,13 +230,17 @@ def answer_proof_words(answer: Answer) -> str:
     return f"{proved}: {words}" if is_proved else f"not proved in time: {words}; raise --time-limit"
 
 
+_OF_RUNS = ("window", "window_every", "parallel_block", "expert_bias", "family", "activation")
+"""Dimensions that no file of a job says."""
+
+
 def check_data(answer: Answer) -> dict[str, Any]:
     """The answer as JSON data: times in seconds, memory in bytes."""
     plan, best = answer.plan, answer.best
     return {
         "framework": answer.job.framework,
         "layout": asdict(answer.job.layout),
-        "model": asdict(answer.job.shape),
+        "model": {n: v for n, v in asdict(answer.job.shape).items() if n not in _OF_RUNS},
         "seq": answer.seq or None,
         "gpus": answer.cluster.num_devices,
         "findings": [asdict(finding) for finding in answer.findings],
