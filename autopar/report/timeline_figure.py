@@ -143,7 +143,7 @@ def _lines(timeline: Timeline, rows: Sequence[int], scale: _Scale) -> str:
     """What the page's script tells of the interval under the pointer: for each row its y and
     height, and (x, width, kind, stage, micro-batch, microseconds) of each interval.
     """
-    kinds = ["F", "B", "I", "W", "update", "fixed"]
+    kinds = ["F", "B", "I", "W", "update", "fixed", "host"]
     of = [
         [
             [

@@ -37,7 +37,7 @@
       }
       const found = of[low - 1];
       if (!found || at.x > found[0] + found[1]) return "idle";
-      if (found[3] < 0) return ["update", "fixed"][found[2] - 4] + ": " + duration(found[5]);
+      if (found[3] < 0) return ["update", "fixed", "waiting for the host"][found[2] - 4] + ": " + duration(found[5]);
       return "stage " + found[3] + ", micro-batch " + found[4] + ", " + kinds[found[2]] + ": " + duration(found[5]);
     }
 
