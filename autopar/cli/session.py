@@ -76,8 +76,9 @@ class Planner:
         self.searches = Searches(Deadline.after(asked.time_limit_s))
         self.notes = notes_on(asked.model, asked.cluster)
         self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
+        from autopar.foreign.limits.frameworks import limits_of
         from autopar.models import parse_model
-        from autopar.request.plan_request import PlanRequest, choose_precision
+        from autopar.request.plan_request import PlanRequest
 
         self.spec = parse_model(asked.model)
         self.asked = asked = self._as_read(asked)
@@ -87,7 +88,7 @@ class Planner:
             self.cluster,
             asked.global_batch,
             Pins(),
-            asked.precision or choose_precision(self.cluster),
+            asked.precision or self._default_precision(),
             asked.runnable,
             self.spec.name,
             software=asked.software,
@@ -98,7 +99,20 @@ class Planner:
         self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
         if self.target:
-            self._restriction()  # an unknown target is an error at once
+            limits_of(self.target)  # an unknown target is an error at once
+
+    def _default_precision(self) -> str:
+        """The model's own, as for `autopar.plan`. Only a user's function makes models that are not
+        fp32, so that no other model is built for it.
+        """
+        from autopar.models.function import FunctionSpec
+        from autopar.request.plan_request import choose_precision
+        from autopar.runtime.state.precision import default_precision
+
+        of_fp32 = choose_precision(self.cluster)
+        if not isinstance(self.spec, FunctionSpec):
+            return of_fp32
+        return default_precision(self.spec.build("meta"), of_fp32)
 
     def _as_read(self, asked: Asked) -> Asked:
         """The request with its model and cluster in the words in which commands are printed."""
@@ -203,9 +217,10 @@ class Planner:
         from autopar.foreign.limits.frameworks import restriction_of
         from autopar.ir.model_shape import ModelShape
         from autopar.models.shapes import shape_of_spec
+        from autopar.ops.work import tokens_per_row
 
         shape = shape_of_spec(self.spec) or ModelShape()
-        return restriction_of(self.target or "", shape, seq or self.seq)
+        return restriction_of(self.target or "", shape, tokens_per_row(self.traced(seq)))
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
         """A plan for the request `ask`, searched for at most `time_limit_s` seconds."""

@@ -112,6 +112,10 @@ def _text_of_config(model: nn.Module) -> str:
         if type(config) is make:
             named = (name for name, known in CONFIGS.items() if known == config)
             return next(named, "") or _dimensions(family, config)
+    for published in published_models().values():
+        kind = DIFFUSION.get(published.kind)
+        if kind is not None and type(config) is kind and kind(**published.dims) == config:
+            return published.name
     return ""
 
 

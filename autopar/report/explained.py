@@ -16,6 +16,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.deadline import Deadline
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.models.rows import BatchDims
 from autopar.planning.model_facts import as_planned
 from autopar.report.block_graph import block_graph
 from autopar.report.report import Report
@@ -41,6 +42,7 @@ def explain(
     traced: TracedModel | None = None,
     pin: Mapping[str, Any] | None = None,
     software: Software | str | None = None,
+    batch_dims: BatchDims | None = None,
 ) -> Report:
     """The report on a plan. Printed, it is a text; a notebook shows it as a page.
 
@@ -60,6 +62,7 @@ def explain(
         pin: the pins that the plan was made under; for plan files of earlier versions.
         software: the software that it was made for, as for `autopar.plan`; for plan files of earlier
             versions.
+        batch_dims: as for `autopar.plan`.
 
     Raises:
         AutoparError: an argument is of a wrong kind, the plan is for another model, cluster, pins or
@@ -75,7 +78,7 @@ def explain(
     check_again(plan, "pins", None if pin is None else dict(Pins.of(pin)), plan.made_for.pins)
     check_again(plan, "software", software and software.as_data(), plan.made_for.software)
     if model is not None and traced is None:
-        traced = _traced(plan, model, example_inputs, loss_fn)
+        traced = _traced(plan, model, example_inputs, loss_fn, batch_dims)
     if traced is None:
         findings = lint(plan, at) if at is not None else []
         return Report(plan, at, findings=findings, counts=counts)
@@ -123,7 +126,11 @@ def full_report(
 
 
 def _traced(
-    plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: Callable | None
+    plan: Plan,
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: Callable | None,
+    batch_dims: BatchDims | None,
 ) -> TracedModel:
     """The model traced as for `autopar.plan`; in the plan's precision if that is how the plan's
     graph was captured.
@@ -132,7 +139,8 @@ def _traced(
     from autopar.runtime.state.precision import captured_in
 
     inputs = example_inputs if example_inputs is not None else api.default_inputs(model)
-    found = api.trace(model, inputs, loss_fn)
+    found = api.trace(model, inputs, loss_fn, batch_dims=batch_dims)
     if as_planned(found, plan).model_hash == plan.model_hash:
         return found
-    return api.trace(model, inputs, loss_fn, captured_in(plan.precision, runnable=True))
+    captured = captured_in(plan.precision, runnable=True)
+    return api.trace(model, inputs, loss_fn, captured, batch_dims=batch_dims)

@@ -123,6 +123,14 @@ def test_a_saved_plan_is_explained_in_a_new_process(tmp_path):
     assert "h100:4" in done.stdout
 
 
+def test_a_plan_of_rows_along_another_dim_is_explained():
+    spec = parse_model("benchmarks.exactness.own_modules:frames")
+    model, batch, dims = spec.build("meta"), spec.example_inputs(2, 1), spec.batch_dims()
+    plan = autopar.plan(model, "h100:2", batch, 8, {"pp": 1}, batch_dims=dims)
+    report = autopar.explain(plan, model=model, example_inputs=batch, batch_dims=dims)
+    assert report.timeline.step_s == pytest.approx(plan.predicted.step_time_s, rel=0.02)
+
+
 def test_a_plan_of_a_module_names_a_text_that_builds_it():
     plan = planned()
     assert plan.made_for.target == "megatron" and plan.made_for.seq == 256
@@ -135,7 +143,8 @@ def test_a_plan_of_a_module_names_a_text_that_builds_it():
 @pytest.mark.parametrize(
     "text",
     every(2, ["llama3-8b", "gpt:layers=2,hidden=64,heads=4,vocab=128,tied=true,positions=alibi",
-              "moe:layers=2,hidden=64,heads=4,vocab=256,experts=4,ffn=128,window=8", "qwen3-0.6b", "vit-b-16"]),
+              "moe:layers=2,hidden=64,heads=4,vocab=256,experts=4,ffn=128,window=8", "qwen3-0.6b", "vit-b-16",
+              "dit-b-2"]),
 )  # fmt: skip
 def test_a_text_of_a_model_builds_an_equal_one(text):
     spec = parse_model(text)

@@ -23,6 +23,12 @@ OLD_T4 = Asked("llama-tiny", "t4:2", 8, 16, {"tp": 1, "pp": 1}, "", {"target": "
 """Devices without bf16."""
 MIXED = Asked("llama-tiny", "l4:2+t4:2", 8, 16, {"dp": 1, "tp": 2}, "--software torchtitan", {"precision": "fp32"})  # fmt: skip
 """Devices of two generations, of which one has a kernel of the framework."""
+DOUBLE = Asked("benchmarks.exactness.own_modules:of_double", "v100-32g:2", 8, 1, {"pp": 1})
+"""A module of its own dtype, which the devices compute in."""
+TARGETED = Asked(
+    "benchmarks.exactness.own_modules:of_half", "h100:2", 8, 1, {}, "", {"target": "bridge"}
+)
+"""A target's limits on the positions of a model, of which no command knows before the capture."""
 PART = Asked("llama-tiny", "h100:2", 8, 16, {"pp": 1}, "--compile", {"target": "megatron"})
 """A part of the software beside a target."""
 
@@ -31,6 +37,8 @@ PART = Asked("llama-tiny", "h100:2", 8, 16, {"pp": 1}, "--compile", {"target": "
 @given(REQUESTS)
 @example(OLD_T4)
 @example(MIXED)
+@example(DOUBLE)
+@example(TARGETED)
 @example(PART)
 def test_both_doors_give_one_plan(asked):
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.foreign.limits.restrictions import (
     accelerate_restriction,
+    bridge_restriction,
     deepspeed_restriction,
     megatron_restriction,
     nanotron_restriction,
@@ -71,7 +72,7 @@ LIMITS = {limits.name: limits for limits in (
     FrameworkLimits("nanotron", "nanotron 0.5", "nanotron", nanotron_restriction, sharding="zero", zero=(0, 1)),
     FrameworkLimits("gpt-neox", "GPT-NeoX 2.0", "deepspeed", neox_restriction, aliases=("neox", "gptneox"), sharding="zero"),
     FrameworkLimits("deepspeed", "DeepSpeed 0.19", "deepspeed", deepspeed_restriction, sharding="zero", sequence_parallel=False),
-    FrameworkLimits("bridge", "Megatron-Bridge 0.4", "megatron-bridge", megatron_restriction,
+    FrameworkLimits("bridge", "Megatron-Bridge 0.4", "megatron-bridge", bridge_restriction,
                     aliases=("megatron-bridge", "nemo"), sharding="dist_optimizer", overlaps=True),
     FrameworkLimits("megatron", "Megatron-LM (megatron-core 0.19)", "megatron", megatron_restriction,
                     aliases=("megatron-lm", "mcore"), sharding="dist_optimizer", overlaps=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autopar.foreign.limits.stage_cuts import even_stages, stages_of_pipeline
@@ -377,3 +378,9 @@ def megatron_restriction(shape: ModelShape, seq: int) -> Restriction:
             ),
         ),
     )
+
+
+def bridge_restriction(shape: ModelShape, seq: int) -> Restriction:
+    """As Megatron-LM's, without fp32, for which no recipe has a `mixed_precision`."""
+    found = megatron_restriction(shape, seq)
+    return replace(found, name="Megatron-Bridge", precisions=("bf16", "fp16"))

@@ -107,8 +107,7 @@ def pipelined(
         for rank, kept in enumerate(kept_by_rank)
     ]
     slowest_s = max(
-        sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks))
-        for rank in range(setting.ranks)
+        sum(one.total_s for one in times[rank :: setting.ranks]) for rank in range(setting.ranks)
     )
     busy_s = model.num_microbatches * slowest_s
     waits_s = max(_slowest_host_s(models, costs, of_rank) - slowest_s, 0.0)

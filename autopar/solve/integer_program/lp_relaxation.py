@@ -194,8 +194,8 @@ def quick_time_bound(model: AnnotatedModel) -> float:
 
 
 def least_issue_s(block: AnnotatedBlock, kinds: Sequence[str] = ()) -> Iterator[float]:
-    """For each op of a class, or each of these kinds, a lower bound on the seconds in which the host
-    issues a micro-batch of it.
+    """Lower bounds on the seconds in which the host issues a micro-batch of each op of a class, or
+    only of those of these kinds.
     """
     for op in block.ops:
         if not kinds or op.kind in kinds:

@@ -360,8 +360,8 @@ class UniformRefiner:
 
     def _narrow(self, entry: Entry, solver: UniformSolver) -> None:
         """Splits some families of placements of an entry. Closes it instead if enough were split in
-        the search, and its bound is within 0.1 % of the best time or its devices wait for the host:
-        families are bounded by the device, which does not decide then.
+        the search, and its bound is within 0.1 % of the best time. The same holds if its devices wait
+        for the host, since families are bounded by the device.
         """
         splits = sum(one.splits for one in self.state.entries)
         is_close = entry.bound_s >= (1 - _CLOSE) * self.state.best_s

@@ -53,6 +53,22 @@ def _planned(traced, target: str | None, pin: dict[str, object]) -> Plan:
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_a_plan_of_a_target_is_in_a_precision_that_it_can_say(traced, name: str) -> None:
+    restriction, said = restriction_of(name, shape_of_spec(SPEC), 256), []
+    pins = Pins.of({"dp": 4, "tp": 1, "pp": 1, "cp": 1, "micro_batch": 4})
+    for precision in ("bf16", "fp16", "fp32"):
+        request = PlanRequest(CLUSTER, 16, pins, precision, False, SPEC.name)
+        try:
+            request = request.within(restriction)
+        except AutoparError as error:
+            assert "trains in" in str(error)
+            continue
+        plan = api.plan_traced(traced, request, 30.0)
+        said.append(exported_job(plan, name, SPEC.name)[0].facts.precision)
+    assert "bf16" in said
+
+
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("pin", every(2, [{}, {"tp": 2}]), ids=["free", "tp=2"])
 def test_plans_within_a_target_can_be_said(traced, name: str, pin: dict[str, object]) -> None:
     pin = {"cp": 2} if pin and name == "verl" else pin  # whose FSDP has no tp
