@@ -407,7 +407,7 @@ def trace_diff_command(ctx: click.Context, predicted: str, measured: str, as_jso
     `predicted` and `measured` are paths of traces, which may be compressed. `as_json`: prints JSON
     instead of a table.
     """
-    from autopar.report.trace_check import read_trace
+    from autopar.report.trace_diff import read_trace
     from autopar.report.trace_diff import trace_diff as compared
 
     found = compared(read_trace(predicted), read_trace(measured))
