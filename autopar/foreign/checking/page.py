@@ -84,7 +84,7 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
     ]  # fmt: skip
     if "host" in answer.plan.predicted.breakdown:
         lead += [
-            " In ", n.ms("predicted.breakdown.host"), " of it devices wait for the host, which the pictures below leave out: "
+            " In ", n.ms("predicted.breakdown.host"), " of it devices wait for the host: "
             "larger micro-batches, CUDA graphs or torch.compile shorten that.",
         ]  # fmt: skip
     if answer.measured_s is not None:
