@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
+from support.trace_faults import trace_faults
 
 import autopar
 from autopar.models import parse_model
-from autopar.report.trace_check import read_trace, trace_faults
-from autopar.report.trace_diff import trace_diff
+from autopar.report.trace_diff import read_trace, trace_diff
 
 _BATCH, _SEQ = 8, 32
 PINS = {
