@@ -43,6 +43,7 @@ from autopar.request.plan_request import PlanRequest, choose_precision
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks, say
 from autopar.runtime.state.precision import (
+    HALF,
     PRECISION_DTYPES,
     captured_in,
     default_precision,
@@ -121,7 +122,8 @@ def trace(
         captured = replace(captured, parameters=parameters)
         if deeper is not None:
             captured = deepened(captured, deeper)
-        return replace(find_segments(captured, split, values), row_limits=limits), divided
+        found = find_segments(captured, split, values)
+        return replace(found, row_limits=limits, precision=precision or ""), divided
 
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         # our graphs hold batch sizes as expressions, on purpose
@@ -169,7 +171,6 @@ def plan(
     loss_fn: Callable | None = None,
     precision: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
-    runnable: bool = False,
     traced: TracedModel | None = None,
     progress: Callable[[str], None] | None = None,
     software: Software | str | None = None,
@@ -198,7 +199,6 @@ def plan(
             no bf16).  A note of the plan says so.
         time_limit_s: seconds for everything: tracing, every search of the objective, simpler plans, runners-up, and what would fit if
             nothing does.  Tracing cannot be cut short: what follows has at least half of them.
-        runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
         software: what the predictions are for: the name of a framework, such as 'deepspeed', or a `Software`.  By default that of the
@@ -231,17 +231,17 @@ def plan(
     chosen = (
         precision if precision is not None else default_precision(model, choose_precision(cluster))
     )
-    captured = captured_in(chosen, runnable)
     default = partial(_default_batch, example_inputs, batch_dims, cluster)
     pins = Pins.of(pin or {})
+    software = software_like(software, Software(), cluster, pins, chosen, target)
+    captured = captured_in(chosen, software.is_own)
     request = PlanRequest(
         cluster,
         default(1) if global_batch is None else global_batch,
         pins,
         precision=chosen,
-        runnable=runnable,
         model_name=type(model).__name__,
-        software=software_like(software, Software(), cluster, pins, chosen, target),
+        software=software,
         micro_batch_mean=allow_micro_batch_mean,
         model_text=_model_text(model, captured),
         tolerance=tolerance,
@@ -249,6 +249,11 @@ def plan(
     )
     if traced is None:
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
+    elif captured in HALF and traced.precision != captured:
+        raise AutoparError(
+            f"traced was captured in {traced.precision or 'the dtypes of the model'}, and the plan runs in {captured}: give it by "
+            f"autopar.api.trace(model, inputs, precision={captured!r}), or leave it out"
+        )
     if target is not None:
         shape, seq = shape_of_module(model), tokens_per_row(traced)
         request = request.within(restriction_of(target, shape, seq))
@@ -392,7 +397,6 @@ def parallelize(
         global_batch,
         pin,
         precision=chosen,
-        runnable=True,
         traced=traced,
         software=Software(compiled=compile is not False),
         allow_micro_batch_mean=allow_micro_batch_mean,

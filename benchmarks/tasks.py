@@ -36,14 +36,11 @@ class Task:
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec.parse(self.cluster) if isinstance(self.cluster, str) else self.cluster
 
-    def planner(
-        self, time_limit_s: float = 60.0, precision: str | None = None, runnable: bool = False
-    ) -> PlanUnder:
+    def planner(self, time_limit_s: float = 60.0, precision: str | None = None) -> PlanUnder:
         """A function from pins to a plan of this task. The model is traced here, once. A search for
         a plan takes at most `time_limit_s` seconds.
 
         `precision` None: that of the model when tracing, the cluster's default when planning.
-        `runnable`: search only what the engine can run.
         """
         spec, cluster = parse_model(self.model), self.cluster_spec
         traced = api.trace_spec(spec, self.seq, precision)
@@ -52,7 +49,6 @@ class Task:
             self.global_batch,
             Pins(),
             precision or choose_precision(cluster),
-            runnable,
             spec.name,
         )
         return lambda pin: api.plan_traced(traced, replace(request, pin=Pins.of(pin)), time_limit_s)

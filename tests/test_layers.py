@@ -69,6 +69,7 @@ LONE = {
     "autopar.cli.console": "where the process of `autopar` begins",
     "autopar.cli.help_texts": "a table",
     "autopar.cli.list_commands": "commands that plan nothing",
+    "autopar.foreign.published.constants": "a table",
     "autopar.models.hf_delta_rule": "a patch of one release of transformers",
     "autopar.trace.row_limits": "a pass",
     "autopar.trace.rows_together": "a pass",
@@ -158,6 +159,12 @@ def test_planning_reads_no_foreign_files():
         "import sys, autopar.api; print(*(n for n in sys.modules if 'foreign' in n))"
     ).split()
     assert {name.split(".")[2] for name in names if name.count(".") > 1} == {"limits"}
+
+
+def test_answers_are_data_until_they_are_printed():
+    """Only the renderers know rich, and no folder before `report/` knows Jinja2."""
+    renderers = {"autopar.text.tables", "autopar.text.replies", "autopar.cli.terminal"}
+    assert users_of("rich") == renderers and users_of("jinja2") == {"autopar.report.page"}
 
 
 def test_no_test_module_imports_another():

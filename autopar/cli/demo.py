@@ -143,12 +143,10 @@ def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]
     """
     inputs = spec.example_inputs(rows, seq)
     model = spec.build("meta")
-    plan = make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True)
+    plan = make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows)
     if nproc % 2 or nproc == 2 or (plan.mesh.tp > 1 and plan.mesh.dp > 1):
         return plan, False
-    return make_plan(
-        model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True, pin={"tp": 2}
-    ), True
+    return make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, pin={"tp": 2}), True
 
 
 def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:

@@ -6,7 +6,7 @@ EXAMPLES = {
     "explain": (
         "autopar explain llama3-8b dgx-h100:8 --global-batch 512 --seq 8192",
         "autopar explain llama3-8b h100:8 --global-batch 64 --pin tp=4,pp=1 --save plan.json",
-        "autopar explain my_model:build cluster.yaml --global-batch 256 --runnable",
+        "autopar explain my_model:build cluster.yaml --global-batch 256",
         "autopar explain llama3-8b dgx-h100:2 --global-batch 64 --objective cost --price 2.5",
         "autopar explain llama3-8b dgx-h100:8 --global-batch 512 --html report.html --trace trace.json.gz",
         "autopar explain --plan plan.json",

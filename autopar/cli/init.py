@@ -53,7 +53,7 @@ def main():
     spec = parse_model(args.model)
     if args.plan:
         model, batch = spec.build("meta"), spec.example_inputs(2, args.seq)
-        plan = autopar.plan(model, args.cluster, batch, global_batch=args.batch, runnable=True)
+        plan = autopar.plan(model, args.cluster, batch, global_batch=args.batch)
         print(autopar.explain(plan))
         return
     data = Rows(spec, args.seq)

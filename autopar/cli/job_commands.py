@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autopar.cli import options
-from autopar.cli.pictures import Pictures, page_options
-from autopar.cli.terminal import progress, show
+from autopar.cli.pictures import Pictures, page_options, show_reply
+from autopar.cli.terminal import progress
 from autopar.ir.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def check(
     with progress("reading") as tell:
         from autopar.foreign.checking.check import check_job
         from autopar.foreign.checking.measured import measured_step_s
-        from autopar.foreign.checking.report import check_data, check_table
+        from autopar.foreign.checking.report import check_reply
         from autopar.foreign.frameworks.registry import read_job
         from autopar.request.arguments import parsed_cluster
 
@@ -101,10 +101,10 @@ def check(
 
             tell("simulating the step")
             page = check_page(answer)
-    if as_json:
-        click.echo(json.dumps(page.data if page else check_data(answer), indent=1))
+    if as_json and page is not None:
+        click.echo(json.dumps(page.data, indent=1))
     else:
-        show(check_table(answer))
+        show_reply(check_reply(answer), as_json)
     if page is not None:
         drawn.write(page)
     ctx.exit(

@@ -184,7 +184,7 @@ def together(*options: Callable) -> Callable[[Callable], Callable]:
     return added
 
 
-_SEARCH = ("precision", "headroom", "fit", "tolerance", "time_limit_s", "runnable", "allow_micro_batch_mean", "software")  # fmt: skip
+_SEARCH = ("precision", "headroom", "fit", "tolerance", "time_limit_s", "allow_micro_batch_mean", "software")  # fmt: skip
 """The options of every command that searches for plans, in the order of its help."""
 
 

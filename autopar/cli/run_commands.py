@@ -154,7 +154,10 @@ def predict(
 
     pick = pick_of(only)
     if constants:
-        _constants(as_json)
+        from autopar.foreign.published.constants import constants_reply
+        from autopar.foreign.published.report import REPORT_WIDTH
+
+        show_reply(constants_reply(), as_json, width=REPORT_WIDTH)
     elif leave_out:
         _fit(runs, pick, leave_out, as_json)
     elif ablate:
@@ -163,19 +166,9 @@ def predict(
         _score(runs, pick, by, as_json)
 
 
-def _constants(as_json: bool) -> None:
-    from autopar.foreign.published.constants import constants_json, constants_table
-    from autopar.foreign.published.report import REPORT_WIDTH
-
-    if as_json:
-        click.echo(constants_json())
-    else:
-        show(constants_table(), REPORT_WIDTH)
-
-
 def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_json: bool) -> None:
     from autopar.foreign.published.command import predict_files
-    from autopar.foreign.published.report import REPORT_WIDTH, report_json, report_table
+    from autopar.foreign.published.report import REPORT_WIDTH, report_reply
     from autopar.foreign.published.run import RunPrediction
 
     def priced(run: Run) -> RunPrediction:
@@ -187,10 +180,7 @@ def _score(runs: Sequence[str], pick: Callable[[Run], bool], by: str | None, as_
 
     with progress("predicting") as tell:
         predictions = predict_files(runs, priced, tell, pick)
-    if as_json:
-        click.echo(report_json(predictions, by))
-    else:
-        show(report_table(predictions, by), REPORT_WIDTH)
+    show_reply(report_reply(predictions, by), as_json, width=REPORT_WIDTH)
     if not predictions.results:
         raise AutoparError(_none_predicted(runs, predictions.problems))
 
@@ -224,7 +214,7 @@ def _fit(
     paths: Sequence[str], pick: Callable[[Run], bool], leave_out: Sequence[str], as_json: bool
 ) -> None:
     from autopar.foreign.published.fit import fit_constants, sensitivities
-    from autopar.foreign.published.fit_report import fit_json, fit_table
+    from autopar.foreign.published.fit_report import fits_reply
     from autopar.foreign.published.report import REPORT_WIDTH
     from autopar.foreign.published.score import GROUPINGS
 
@@ -234,16 +224,12 @@ def _fit(
 
         table = sensitivities(runs, evaluate, tell)
     fits = [fit_constants(table, by) for by in leave_out]
-    if as_json:
-        click.echo(fit_json(*fits))
-        return
     families = {run.id: GROUPINGS["family"](run) for run in runs}
-    for found in fits:
-        show(fit_table(found, families), REPORT_WIDTH)
+    show_reply(fits_reply(fits, families), as_json, width=REPORT_WIDTH)
 
 
 def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) -> None:
-    from autopar.foreign.published.fit_report import ablation_json, ablation_table
+    from autopar.foreign.published.fit_report import ablation_reply
     from autopar.foreign.published.report import REPORT_WIDTH
 
     runs = [run for run in _complete_runs(paths, pick) if run.measured.step_time_s]
@@ -255,10 +241,7 @@ def _ablate(paths: Sequence[str], pick: Callable[[Run], bool], as_json: bool) ->
         from autopar.foreign.published.ablate import ablate
 
         found = ablate(runs, tell=tell)
-    if as_json:
-        click.echo(ablation_json(found))
-    else:
-        show(ablation_table(found), REPORT_WIDTH)
+    show_reply(ablation_reply(found), as_json, width=REPORT_WIDTH)
 
 
 @click.command("calibrate", cls=options.Command)
@@ -424,7 +407,7 @@ def trace_diff_command(ctx: click.Context, predicted: str, measured: str, as_jso
     `predicted` and `measured` are paths of traces, which may be compressed. `as_json`: prints JSON
     instead of a table.
     """
-    from autopar.report.trace_check import read_trace
+    from autopar.report.trace_diff import read_trace
     from autopar.report.trace_diff import trace_diff as compared
 
     found = compared(read_trace(predicted), read_trace(measured))

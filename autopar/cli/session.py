@@ -50,7 +50,6 @@ class Asked:
     seq: int | None = None
     precision: str | None = None
     time_limit_s: float = TIME_LIMIT_S
-    runnable: bool = False
     allow_micro_batch_mean: bool = False
     price: float | None = None
     software: Software = field(default_factory=Software)
@@ -89,7 +88,6 @@ class Planner:
             asked.global_batch,
             Pins(),
             asked.precision or self._default_precision(),
-            asked.runnable,
             self.spec.name,
             software=asked.software,
             micro_batch_mean=asked.allow_micro_batch_mean,
@@ -145,7 +143,7 @@ class Planner:
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
             # the first capture includes its imports
             start = time.perf_counter() if self._traced else self.deadline.start_s
-            captured = captured_in(self.request.precision, self.request.runnable)
+            captured = captured_in(self.request.precision, self.request.runs_here)
             with self.deadline.ends_capture(f"tracing {self.spec.name} on {seq} tokens"):
                 self._traced[seq] = api.trace_spec(self.spec, seq, captured)
             taken_s = time.perf_counter() - start
@@ -338,7 +336,7 @@ class Planner:
             if plan.model_name != self.spec.name:
                 raise
             raise AutoparError(
-                f"{error}; or ask with the --seq and --runnable that the plan was made with"
+                f"{error}; or ask with the --seq that the plan was made with"
             ) from None
         return plan
 
@@ -381,7 +379,6 @@ def asked_of(
         global_batch=plan.global_batch,
         seq=seq or (made_for.seq if model == made_for.model else None) or None,
         precision=precision or plan.precision,
-        runnable=made_for.runnable,
         allow_micro_batch_mean=plan.micro_batch_mean,
         software=Software.from_data(made_for.software),
     )
@@ -419,7 +416,6 @@ def asked_about(plan: Plan, asked: Asked) -> Asked:
         cluster=at or asked.cluster,
         seq=asked.seq or (made_for.seq if asked.model == made_for.model else None) or None,
         precision=asked.precision or plan.precision,
-        runnable=asked.runnable or made_for.runnable,
         allow_micro_batch_mean=asked.allow_micro_batch_mean or plan.micro_batch_mean,
         software=software,
         headroom=None,

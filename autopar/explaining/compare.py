@@ -241,7 +241,7 @@ def _fields(plans: Sequence[Plan], cluster: Cluster) -> Iterator[Field]:
         get = partial(lambda part, plan: plan.predicted.breakdown.get(part), part)
         yield of(f"plan.predicted.breakdown.{part}", get, TIME_WORDS.get(part, part), ms)
     yield of("", _proof_words, "certificate")
-    yield of("", lambda plan: f"no: {plan.runnable}" if plan.runnable else "yes", "engine runs it")
+    yield of("", lambda plan: f"no: {plan.lacks}" if plan.lacks else "yes", "engine runs it")
 
 
 def _software_words(plan: Plan) -> str:

@@ -24,7 +24,6 @@ _WORDS |= {
     "tokens_per_s": "tokens per second",
     "mfu": "model FLOPs utilization",
     "bound_s": "lower bound",
-    "runnable": "lacks",
 }
 _WORDS["host_bytes"] = "host memory"
 
@@ -228,7 +227,6 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
         yield Difference(
             "certificate", "bound_s", one.certificate.bound_s, other.certificate.bound_s
         )
-    yield from _fields("engine", one, other, ("runnable",))
     yield from _fields("notes", one, other, ("notes",))
 
 

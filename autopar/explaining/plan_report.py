@@ -158,7 +158,7 @@ def plan_reply(
     saved = [plain(gain_words(n, place)) + "." for place in range(len(facts.gains))]
     parts += _listed("Other software, each alone with all choices as they are", saved)
     parts += _rests_on(plan, n) if verbose else [SPACE_HINT]
-    parts.append(Styled(run_words(plan, command), "yellow" * bool(plan.runnable)))
+    parts.append(Styled(run_words(plan, command), "yellow" * bool(plan.lacks)))
     if command:
         parts.append(Styled(f"\n{indent(run_lines(plan, command), '  ')}", "", wraps=False))
     return Reply(parts, data)
@@ -198,15 +198,6 @@ def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
     if cluster is None or len(cluster.groups) > 1 or cluster.host is None:
         return ""
     return f" of {gib(cluster.host.memory_bytes)} ({percent(predicted.host_bytes / cluster.host.memory_bytes)})"
-
-
-def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, str]]:
-    """Rows (name, value as text) of the choices and predictions that identify a plan. `cluster`
-    adds placement, memory capacity and cost. None stands for the cluster that the plan's cluster
-    name parses to, if any.
-    """
-    cluster = cluster or named_cluster(plan)
-    return [*choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
 
 
 def choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]]:
@@ -265,7 +256,7 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
 
 
 def _summary(plan: Plan, cluster: Cluster | None, tokens: float | None) -> Table:
-    rows = summary_rows(plan, cluster)
+    rows = [*choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
     if tokens is not None:
         training = training_of(plan, tokens, cluster)
         rows.append((total_words(plan, tokens), training_words(plan, training)))

@@ -12,25 +12,16 @@ from autopar.text.plan_words import cluster_of_plan
 _DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "off", "schedule": "none"}
 
 
-def is_prediction(plan: Plan) -> bool:
-    """Whether the engine runs such a plan once the model is captured in the plan's precision."""
-    return plan.runnable.startswith("a graph captured in ")
-
-
 def run_words(plan: Plan, command: str) -> str:
     """What `run_lines` of a plan and its command do."""
-    first = f"The {'first ' * is_prediction(plan)}command makes this plan again and saves it. "
-    if is_prediction(plan):
+    if plan.lacks:
         then = (
-            "This plan is a prediction. To train with it, plan with --runnable (runnable=True in Python), which captures the model in "
-            f"{plan.precision}."
+            f"The plan is for {plan.framework}, and autopar's engine lacks {plan.lacks} to run it. To train with the engine, plan "
+            "without --target and --software (target= and software= in Python)."
         )
-    elif plan.runnable:
-        remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
-        then = f"The engine cannot run this plan yet: it lacks {plan.runnable}. {remedy}"
     else:
         then = "The other lines run it." if command else "These lines run the saved plan."
-    return first * bool(command) + then
+    return "The command makes this plan again and saves it. " * bool(command) + then
 
 
 def run_lines(plan: Plan, command: str) -> str:
@@ -38,10 +29,7 @@ def run_lines(plan: Plan, command: str) -> str:
     not known.
     """
     parts = [f"{command} \\\n    --save plan.json"] if command else []
-    if command and is_prediction(plan):
-        parts[0] = f"# this plan again\n{command} \\\n    --save predicted.json"
-        parts.append(f"# a plan to train with\n{command} --runnable \\\n    --save plan.json")
-    if not plan.runnable or is_prediction(plan):
+    if not plan.lacks:
         name, cluster = f'"{plan.cluster_name}"', ""
         if cluster_of_plan(plan) is None:
             data = f"plan.made_for.cluster, {name}"
@@ -64,7 +52,7 @@ def command_line(
     Layers of each stage, and a mix of recompute modes, are no pins: the command finds them again.
     """
     size = f"--global-batch {plan.global_batch}" + (f" --seq {seq}" if seq is not None else "")
-    size += f" --precision {plan.precision}" + " --runnable" * plan.made_for.runnable
+    size += f" --precision {plan.precision}"
     size += f" {options}" if options else ""
     lines = [f"autopar explain {quote(model)} {quote(cluster)}", size]
     return " \\\n    ".join([*lines, f"--pin {_pins_text(plan)}"])

@@ -37,7 +37,7 @@ def foreign_request(
     name: str = "",
 ) -> PlanRequest:
     """The request for a plan with a framework's software. Its plans are priced and not run."""
-    return PlanRequest(cluster, batch, Pins.of(pin), precision, False, name, software=software)
+    return PlanRequest(cluster, batch, Pins.of(pin), precision, name, software=software)
 
 
 def layout_request(

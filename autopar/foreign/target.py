@@ -19,6 +19,12 @@ class NotExpressible(AutoparError):
     """A plan that a framework cannot run. The message names what cannot be said."""
 
 
+def said(options: Mapping[str, object]) -> dict[str, str]:
+    """Options by name, as texts. True is '', a switch that is on. None and False are left out."""
+    values = {name: value for name, value in options.items() if value is not None}
+    return {n: "" if v is True else str(v) for n, v in values.items() if v is not False}
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """The text of a file, its name, and how files beside it are read. `function` is the one that a

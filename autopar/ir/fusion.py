@@ -73,7 +73,7 @@ class Weighed:
     Attributes:
         mode: one of `FUSE_MODES`.
         step_s: predicted seconds of a step.
-        host_s: the part of it in which devices wait for the host, which issues kernels.
+        host_s: seconds of these in which devices wait for the host, which issues kernels.
     """
 
     mode: str

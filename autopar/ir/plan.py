@@ -11,11 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from autopar_cost_models import splits_backward
+
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
 from autopar.ir.fusion import FusedOp, Fusion, NearMiss, Weighed
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
-from autopar.ir.plan_checks import check_consistent, listed_in, made
+from autopar.ir.plan_checks import HALF, check_consistent, listed_in, made
 from autopar.ir.plan_fields import (
     EDITED,
     AxisChoice,
@@ -27,7 +29,7 @@ from autopar.ir.plan_fields import (
 )
 from autopar.ir.sharding import parse_layout
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,6 @@ class Plan(PlanFields):
         cluster_name: the name of the cluster.
         cluster_hash: a hash of the cluster, its price left out.
         cost_model_version: the version of the cost model.  Predictions of different versions do not compare.
-        runnable: '' if the engine runs the plan, else what the engine lacks.
         notes: what else a user should know, one text each.
         offload: 'none'; 'optimizer' if the optimizer's state is in host memory; 'parameters' if the parameters are there too.
         devices: if there are several kinds of devices, the kind of each rank of the pipeline.
@@ -61,6 +62,23 @@ class Plan(PlanFields):
         fusion: which subgraphs are ops of our own, and which nearly are, a `Fusion`.
         made_for: model, sequence, cluster, software and pins that the plan was made for, a `MadeFor`.
     """
+
+    @property
+    def framework(self) -> str:
+        """The framework whose software or limits the plan is for; '' if it is for autopar's engine."""
+        return self.made_for.target or self.made_for.software.get("framework", "")
+
+    @property
+    def lacks(self) -> str:
+        """What autopar's engine lacks to run the plan; '' if it runs it, as every plan that is for it.
+        Models are captured in half precision for the engine alone. Of other software, prices know
+        what stays in fp32.
+        """
+        if not self.framework:
+            return ""
+        if splits_backward(self.schedule) and self.recompute == "op":
+            return f"recompute op under {self.schedule}"
+        return f"a graph in {self.precision}" if self.precision in HALF else ""
 
     def __repr__(self) -> str:
         """The plan in five lines: what it is for, its batch, its choices, its prediction, and what

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T", bound="DataclassInstance")
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+HALF = ("bf16", "fp16")
+"""Precisions whose master weights have another dtype than the graphs."""
 SELECTIVE_MODES = ("gather", "selective", "op")
 """Recompute modes that run parts of a layer again (`ops/recomputed.py`)."""
 BLOCK_MODES = ("none", *SELECTIVE_MODES, "full")

@@ -138,7 +138,6 @@ class MadeFor:
         cluster: the cluster by the keys of a cluster file.  {} in files of earlier versions.
         software: the fields of `Software` that are not its defaults.
         pins: the pins of the request.
-        runnable: whether only plans were searched that the engine runs.
         target: the framework whose limits the plan keeps; '' without one.
     """
 
@@ -148,7 +147,6 @@ class MadeFor:
     cluster: dict = field(default_factory=dict, hash=False)
     software: dict = field(default_factory=dict, hash=False)
     pins: dict = field(default_factory=dict, hash=False)
-    runnable: bool = False
     target: str = ""
 
 
@@ -173,7 +171,6 @@ class PlanFields:
     cluster_name: str
     cluster_hash: str
     cost_model_version: str
-    runnable: str = ""
     notes: tuple[str, ...] = ()
     offload: str = "none"
     devices: tuple[str, ...] = ()

@@ -206,6 +206,7 @@ class TracedModel:
         together: how many consecutive rows of the user's batch are one row of the graph, such as
             the two answers of a pair. They are in dim 1 of the graph's inputs if they are several.
         plain: Python values of the example batch by flat name, with which forward was captured.
+        precision: the precision in which it was captured; '' is the model's own dtypes.
     """
 
     inputs: tuple[str, ...]
@@ -226,6 +227,7 @@ class TracedModel:
     row_limits: tuple[RowLimit, ...] = ()
     together: int = 1
     plain: dict[str, Any] = field(default_factory=dict)
+    precision: str = ""
 
     @property
     def graph_inputs(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """
     pin, found = request.pin, list[MeshShape]()
     positions, experts = tokens_per_row(traced), num_experts(traced)
-    most = 1 if request.runnable and shared_updates(traced) else len(traced.layers)
+    most = 1 if request.runs_here and shared_updates(traced) else len(traced.layers)
     for pp, tp in [
         (count, tp)
         for count in _ranks_for(request, most)

@@ -178,7 +178,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
         ranks = pipeline_ranks(request, len(traced.layers))
         _check_some_pipeline(request, ranks, len(traced.layers))
     pp, vpp = ranks[0], pin.vpp or 1
-    parted = shared_updates(traced) if request.runnable and pp > 1 else []
+    parted = shared_updates(traced) if request.runs_here and pp > 1 else []
     if parted:
         raise NoLayout(
             f"the engine cannot run pp={pp}: forward changes buffer {parted[0]}, which several segments read; use pp=1"
@@ -284,13 +284,13 @@ def _micro_batches(request: PlanRequest) -> int | None:
 
 
 def may_split_backward(request: PlanRequest) -> bool:
-    """Whether schedules with a split backward are searched. Always, unless the plan must be
-    runnable.
+    """Whether schedules with a split backward are searched. Always for other software than
+    the engine's.
 
     To run one, a plan must not keep results of ops (recompute op), since torch provides them only
     once. It must also not use torch.compile, whose functions compute all gradients at once.
     """
-    return not request.runnable or not (request.pin.recompute == "op" or request.software.compiled)
+    return not request.runs_here or not (request.pin.recompute == "op" or request.software.compiled)
 
 
 def searches_split_backward(request: PlanRequest, traced: TracedModel) -> bool:

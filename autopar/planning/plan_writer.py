@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from autopar_cost_models import COST_MODEL_VERSION, splits_backward
+from autopar_cost_models import COST_MODEL_VERSION
 
 from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import AxisChoices
@@ -75,7 +75,6 @@ def make_plan(
         cluster_name=request.cluster.name,
         cluster_hash=request.cluster.spec_hash(),
         cost_model_version=COST_MODEL_VERSION,
-        runnable=_lacking(candidate, request),
         notes=(
             *_start_note(candidate.mesh, request.cluster),
             *notes(traced, request.micro_batch_mean),
@@ -98,7 +97,6 @@ def made_for(request: PlanRequest, traced: TracedModel) -> MadeFor:
         cluster=plain_data(request.cluster),
         software=request.software.as_data(),
         pins=dict(request.pin),
-        runnable=request.runnable,
         target=request.restriction.target if request.restriction else "",
     )
 
@@ -195,15 +193,6 @@ def _prediction(
         host_bytes=on_host_bytes,
         details=details,
     )
-
-
-def _lacking(candidate: Candidate, request: PlanRequest) -> str:
-    """What the engine lacks to run the plan, as text; '' if it can run it."""
-    if splits_backward(candidate.schedule) and candidate.recompute == "op":
-        return f"recompute op under {candidate.schedule}"
-    if not request.runnable and request.precision in ("bf16", "fp16"):
-        return f"a graph captured in {request.precision}"
-    return ""
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:

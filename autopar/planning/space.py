@@ -94,7 +94,7 @@ def _mesh(request: PlanRequest, traced: TracedModel) -> Iterator[SpaceRule]:
     pin, layers = request.pin, len(traced.layers)
     if pin.offload == "parameters":
         yield SpaceRule("pp", "1", "a pipeline has the parameters of its stages on the device")
-    elif request.runnable and (shared := shared_updates(traced)):
+    elif request.runs_here and (shared := shared_updates(traced)):
         yield SpaceRule("pp", "1", f"forward changes {shared[0]}, which several segments read")
     elif request.is_mixed:
         each = gcd(*(group.num_devices for group in request.cluster.groups))

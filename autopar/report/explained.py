@@ -132,15 +132,10 @@ def _traced(
     loss_fn: Callable | None,
     batch_dims: BatchDims | None,
 ) -> TracedModel:
-    """The model traced as for `autopar.plan`; in the plan's precision if that is how the plan's
-    graph was captured.
-    """
+    """The model traced as for `autopar.plan`, in the precision in which it was for the plan."""
     from autopar import api
     from autopar.runtime.state.precision import captured_in
 
     inputs = example_inputs if example_inputs is not None else api.default_inputs(model)
-    found = api.trace(model, inputs, loss_fn, batch_dims=batch_dims)
-    if as_planned(found, plan).model_hash == plan.model_hash:
-        return found
-    captured = captured_in(plan.precision, runnable=True)
+    captured = captured_in(plan.precision, not plan.framework)
     return api.trace(model, inputs, loss_fn, captured, batch_dims=batch_dims)

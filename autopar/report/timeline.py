@@ -41,8 +41,8 @@ class ActionPart:
 @dataclass(frozen=True, slots=True)
 class Slice:
     """An interval of a rank: an action of the pipeline (`kind` 'F', 'B', 'I' or 'W', with its stage
-    and micro-batch), or 'update', 'fixed' or 'host', for which both are -1. Times are seconds from the
-    start of the step.
+    and micro-batch), or 'update', 'fixed' or 'host'. These have -1 for both. Times are seconds from
+    the start of the step.
     """
 
     kind: str

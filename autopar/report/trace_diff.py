@@ -8,13 +8,18 @@ loss, which no plan prices.
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.files import path_of, reason_of
 from autopar.ir.mesh import AXES
 from autopar.text.replies import Field, Reply, field_table, records
 from autopar.text.units import ms
@@ -90,6 +95,22 @@ def _number_words(row: RangeRow) -> str:
 
 def _ratio_words(row: RangeRow) -> str:
     return f"{row.measured_s / row.predicted_s:.2f} x" if row.predicted_s else ""
+
+
+def read_trace(path: str | Path) -> dict[str, Any]:
+    """The trace in a file, which may be compressed by gzip. Raises AutoparError if it cannot be
+    read or is no trace.
+    """
+    found = path_of(path, "trace")
+    try:
+        raw = found.read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        data = json.loads(text)
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
+        raise AutoparError(f"cannot read trace {found}: {reason_of(error)}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
+        raise AutoparError(f"{found} is no Chrome trace: it has no list 'traceEvents'")
+    return data
 
 
 def trace_diff(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> TraceDiff:

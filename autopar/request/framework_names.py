@@ -23,6 +23,11 @@ def framework_of(framework: str) -> str:
     return next((name for name in FRAMEWORKS if runs_on(framework, name)), "other")
 
 
+def foreign_name(framework: str) -> str:
+    """The framework; '' if it is autopar's own engine."""
+    return "" if framework_of(framework) == "autopar" else framework
+
+
 def is_nvidia(framework: str) -> bool:
     """Whether the framework is NeMo, Megatron-Core or Megatron-Bridge, whose tables come from
     NVIDIA's performance recipes.

@@ -14,6 +14,7 @@ from autopar_cost_models.attention import FLASH_RATES
 from autopar_cost_models.checks import nearest
 
 from autopar.errors import AutoparError, shown
+from autopar.ir.plan_checks import HALF
 from autopar.request.framework_names import (
     FRAMEWORKS,
     framework_of,
@@ -25,7 +26,7 @@ from autopar.request.framework_names import (
     runs_on,
     since,
 )
-from autopar.request.software import SIXTEEN_BITS, Software
+from autopar.request.software import Software
 
 SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
 """What shards over the data-parallel ranks: nothing, DeepSpeed's ZeRO, Megatron's distributed optimizer, FSDP, or FSDP in groups."""
@@ -405,7 +406,7 @@ def software_of(framework: str, version: str = "", generation: str = "", **facts
     fields = fields_of(job)
     if (generation, fields.get("attention_kernel")) not in FLASH_RATES:
         fields.pop("attention_kernel", None)
-    if job.compute not in SIXTEEN_BITS:  # all that is held is in fp32
+    if job.compute not in HALF:  # all that is held is in fp32
         fields.pop("state_recipe", None)
     if job.matmul == "fp8":
         fields |= {"matmul_dtype": "fp8", "fp8_scaling": SCALING_OF_RECIPE[job.recipe or "delayed"]}

@@ -89,7 +89,6 @@ OPTIONS: dict[str, Option] = {
                "--tolerance", default=TOLERANCE),
         Option("time_limit_s", "number", "Seconds for the whole command; what follows the capture of the model has at least half of them.",
                "--time-limit", default=TIME_LIMIT_S),
-        Option("runnable", "switch", "Only what the engine runs today.", "--runnable", default=False),
         Option("allow_micro_batch_mean", "switch", "Split batches though the mean of micro-batch losses is another loss.",
                "--allow-micro-batch-mean", default=False),
         Option("runners_up", "switch", "The certificate has the best plan of each family of layouts; commands always ask for it.",

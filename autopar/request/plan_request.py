@@ -19,15 +19,15 @@ from autopar.request.software import Software
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A complete request for a plan. `global_batch` is in sequences per step. `runnable`: only
-    plans that the engine can run. `micro_batch_mean`: micro-batches are allowed even if the mean of
-    their losses is not the loss of the batch. `model_text` is what names the model on the command
-    line; '' if it was given as an object. `tolerance`: the plan may take this fraction longer than
-    the fastest if it is simpler. `runners_up`: the certificate gets the best plan of each family of
-    layouts. The memory that a plan leaves free is that of the cluster (`headroom`). `restriction`:
-    what another framework can run, or None. `asked`: the user's pins, if `pin` has those of the
-    restriction too. `keeps_tp_inside`: with a tolerance, tensor parallelism inside nodes
-    and off PCIe is preferred (`ir/simplicity.py`).
+    """A complete request for a plan. `global_batch` is in sequences per step.
+    `micro_batch_mean`: micro-batches are allowed even if the mean of their losses is not the loss
+    of the batch. `model_text` is what names the model on the command line; '' if it was given as an
+    object. `tolerance`: the plan may take this fraction longer than the fastest if it is simpler.
+    `runners_up`: the certificate gets the best plan of each family of layouts. The memory that a
+    plan leaves free is that of the cluster (`headroom`). `restriction`: what another framework can
+    run, or None. `asked`: the user's pins, if `pin` has those of the restriction too.
+    `keeps_tp_inside`: with a tolerance, tensor parallelism inside nodes and off PCIe is preferred
+    (`ir/simplicity.py`).
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible,
     also within the target.
@@ -37,7 +37,6 @@ class PlanRequest:
     global_batch: int
     pin: Pins
     precision: str
-    runnable: bool
     model_name: str
     software: Software = field(default_factory=Software)
     micro_batch_mean: bool = False
@@ -81,6 +80,13 @@ class PlanRequest:
         return replace(self, pin=pin, restriction=restriction, asked=asked)
 
     @property
+    def runs_here(self) -> bool:
+        """Whether autopar's engine is to run the plan. Then only what it can run is searched, and the
+        model is captured in the precision in which it runs.
+        """
+        return self.software.is_own
+
+    @property
     def is_mixed(self) -> bool:
         """Whether the cluster has devices of several kinds."""
         return len(self.cluster.groups) > 1
@@ -104,7 +110,6 @@ def request_of(plan: Plan, cluster: Cluster) -> PlanRequest:
         plan.global_batch,
         Pins.of(made_for.pins),
         precision=plan.precision,
-        runnable=made_for.runnable,
         model_name=plan.model_name,
         software=Software.from_data(made_for.software),
         micro_batch_mean=plan.micro_batch_mean,

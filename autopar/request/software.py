@@ -13,6 +13,7 @@ from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory import STATE_RECIPES
 
 from autopar.errors import AutoparError, shown
+from autopar.ir.plan_checks import HALF
 
 LOSS_KERNELS = {
     "plain": "torch's cross-entropy: keeps fp32 log-probabilities, backward has two gradients of their size at once",
@@ -46,10 +47,6 @@ NAMED: dict[str, list[str]] = {
     "frozen": list(FROZEN),
 }
 """The values of fields of `Software` that are names."""
-
-
-SIXTEEN_BITS = ("bf16", "fp16")
-"""The precisions in which `Software.state_recipe` says what frameworks hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +216,7 @@ class Software:
             raise AutoparError(
                 f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}"
             )
-        for name, fitting in (("matmul_dtype", ("bf16",)), ("state_recipe", SIXTEEN_BITS)):
+        for name, fitting in (("matmul_dtype", ("bf16",)), ("state_recipe", HALF)):
             if getattr(self, name) is not None and precision not in fitting:
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} needs precision {' or '.join(fitting)}; this is {precision}"

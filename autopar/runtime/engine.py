@@ -65,8 +65,10 @@ def _checked_compiler(
         raise AutoparError(
             f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISION_DTYPES)}"
         )
-    if plan.runnable:
-        raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
+    if plan.lacks:
+        raise AutoparError(
+            f"the plan is for {plan.framework}, and autopar's engine lacks {plan.lacks} to run it: plan without target= and software="
+        )
     if kept_in_split_backward(plan):
         raise AutoparError(
             "the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "

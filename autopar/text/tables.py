@@ -108,19 +108,6 @@ class Table:
         return table
 
 
-Grid = Table
-
-
-def grid(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    right: Sequence[int] = (),
-) -> Table:
-    """A table with a title."""
-    return Table(columns, list(rows), right, title=title)
-
-
 def _words(text: str) -> list[str]:
     return [text] if _QUANTITY.fullmatch(text) else text.split() or [""]
 

@@ -292,7 +292,6 @@ def _solved(
         setup.rows,
         pin,
         precision=setup.precision,
-        runnable=True,
         traced=case.traced,
         software=software,
     )

@@ -247,7 +247,6 @@ class Draw:
             "tolerance": (0.2, choice((0.0, 0.05, 0.3))),
             "objective": (0.15, choice(("cost", "gpus", "memory", "time"))),
             "target": (0.08 if runs else 0.3, choice(TARGET_NAMES)),
-            "runnable": (0.3, True),
             "allow_micro_batch_mean": (0.3, True),
             "software": (0.1, choice(FRAMEWORKS)),
             "price": (0.2, choice((0.5, 2.0))),

@@ -155,7 +155,6 @@ def _planned(setup: Setup, case: Case, pins: dict[str, Any]) -> Plan:
         setup.rows,
         _COMMON | pins,
         precision=setup.precision,
-        runnable=True,
         traced=case.traced,
     )
 

@@ -141,7 +141,6 @@ def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
             ROWS,
             {"zero": 0} | pins,
             precision=PRECISION,
-            runnable=True,
             traced=case.traced,
             time_limit_s=PLANNING_TIMEOUT_S,
         )
@@ -304,7 +303,6 @@ def single_device_flops(setup: Setup) -> int:
         setup.rows,
         {},
         precision=PRECISION,
-        runnable=True,
         traced=case.traced,
         time_limit_s=PLANNING_TIMEOUT_S,
     )

@@ -52,7 +52,6 @@ def solved_plan(name: str, mesh: str) -> Plan:
         ROWS,
         {"zero": 0} | parse_pins(mesh),
         precision=PRECISION,
-        runnable=True,
         traced=case.traced,
         time_limit_s=PLANNING_TIMEOUT_S,
     )

@@ -166,7 +166,7 @@ def run_optimizer(run: Run) -> Found:
     """Train on one device and under the plan, and compare."""
     setup = Setup(ZooModel.of(run.model, LAYERS).spec, PRECISION, 3, SEQ, ROWS)
     case, devices = make_case(setup), math.prod(run.pins[axis] for axis in ("pp", "dp", "tp"))
-    plan = make_plan(case.model, free_network(devices), case.batches[0], ROWS, run.pins, precision=PRECISION, runnable=True,
+    plan = make_plan(case.model, free_network(devices), case.batches[0], ROWS, run.pins, precision=PRECISION,
                      traced=case.traced)  # fmt: skip
     after, losses, clipped = on_one_device(case, run.optimizer)
     with WorkerPool(devices) as pool:

@@ -204,7 +204,7 @@ def setup_of(model: str, layers: int) -> Setup:
 
 def plan_of(cell: Cell, case: Case) -> Plan:
     """The plan under the cell's pins. Raises AutoparError if there is none."""
-    return make_plan(case.model, free_network(cell.processes), case.batches[0], ROWS, cell.pins, precision=PRECISION, runnable=True,
+    return make_plan(case.model, free_network(cell.processes), case.batches[0], ROWS, cell.pins, precision=PRECISION,
                      traced=case.traced, time_limit_s=PLANNING_S)  # fmt: skip
 
 

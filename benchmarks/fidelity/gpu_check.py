@@ -90,7 +90,6 @@ def measured(
         batch,
         pin=dict(pins),
         precision=precision,
-        runnable=True,
         software=Software(compiled=mode is not None),
     )
     engine = api.parallelize(

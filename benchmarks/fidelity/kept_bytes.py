@@ -94,7 +94,7 @@ def plan_of(model: nn.Module, inputs: dict[str, Tensor], tp: int, fuse: str) -> 
     # of the process, not of tensors
     cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))
     pin = {"tp": tp, "fuse": fuse, "micro_batch": ROWS, "zero": 0, "recompute": "none"}
-    return autopar.plan(model, cluster, inputs, 2 * ROWS, pin, precision="fp32", runnable=True)
+    return autopar.plan(model, cluster, inputs, 2 * ROWS, pin, precision="fp32")
 
 
 def total(tracker: MemTracker, when: str) -> int:

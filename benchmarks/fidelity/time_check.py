@@ -50,7 +50,7 @@ def make_plans(cluster: ClusterSpec) -> list[Plan]:
     """One plan for each entry of `PINS`, in order, without recomputation and ZeRO unless pinned;
     the solver chooses the rest under the prices of `cluster`.
     """
-    plan_under = Task(MODEL, cluster, ROWS, SEQ).planner(precision="fp32", runnable=True)
+    plan_under = Task(MODEL, cluster, ROWS, SEQ).planner(precision="fp32")
     return [plan_under({"recompute": "none", "zero": 0} | pin) for pin in PINS]
 
 

@@ -234,9 +234,7 @@ def _round(
 
 
 def planner(work: Work) -> PlanUnder:
-    return Task(work.model, f"cpu:{RANKS}", work.rows, work.seq).planner(
-        precision="fp32", runnable=True
-    )
+    return Task(work.model, f"cpu:{RANKS}", work.rows, work.seq).planner(precision="fp32")
 
 
 def measure(

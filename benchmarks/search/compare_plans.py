@@ -116,9 +116,7 @@ def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
     """Plan a task and its rivals (`count` random ones, drawn from `seed`), and measure on CPUs.
     Each rival that the engine runs is measured once, the chosen plan twice, over `rounds` steps.
     """
-    found = tuple(
-        rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed)
-    )
+    found = tuple(rivals(task.planner(precision="fp32"), task.cluster_spec, True, count, seed))
     run = [r for r in found if r.plan is not None and not r.same_as]
     run.insert(1 + len(run) // 2, replace(found[0], name=AGAIN))
     return Compared(

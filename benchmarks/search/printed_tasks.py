@@ -87,7 +87,7 @@ def random_task(draw: random.Random) -> PlanRequest:
         fused_optimizer=draw.random() < 0.7,
         keeps_stage_outputs=draw.random() < 0.5,
     )
-    request = PlanRequest(cluster, batch, Pins(), precision, False, model, software)
+    request = PlanRequest(cluster, batch, Pins(), precision, model, software)
     if model.startswith("linear") and each * nodes > 3:
         request = replace(request, pin=Pins.of({"pp": 1}))
     traced = traced_of(model)

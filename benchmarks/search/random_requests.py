@@ -82,7 +82,6 @@ class Asked:
             self.batch,
             Pins(),
             precision=choose_precision(cluster),
-            runnable=False,
             model_name=self.model,
             tolerance=TOLERANCE,
             runners_up=True,

@@ -613,14 +613,15 @@ def test_software_must_fit_the_device():
         Software(matmul_dtype="fp8").check(H100, "fp32")
 
 
-def test_plans_are_for_a_software(llama):
+def test_plans_are_for_a_software():
     spec = parse_model(f"llama:layers=2,{BLOCK}")
     model, inputs = spec.build("meta", torch.float32), spec.example_inputs(8, SEQ)
+    traced = trace(model, inputs, precision="bf16")
 
     def planned(software: Software) -> autopar.Plan:
         pin = {"tp": 2, "micro_batch": 1, "zero": 0, "recompute": "none"}
         return autopar.plan(
-            model, CLUSTER, inputs, global_batch=8, pin=pin, traced=llama.traced, software=software
+            model, CLUSTER, inputs, global_batch=8, pin=pin, traced=traced, software=software
         )
 
     eager, fast = planned(Software()), planned(Software(compiled=True, matmul_dtype="fp8"))
@@ -635,7 +636,7 @@ def test_plans_are_for_a_software(llama):
             "dgx-a100-80g:1",
             inputs,
             global_batch=8,
-            traced=llama.traced,
+            traced=traced,
             software=Software(matmul_dtype="fp8"),
         )
 

@@ -312,7 +312,7 @@ def test_pinned_plans_lie_between_none_and_full():
         plan = planned(mode)
         assert none.step_time_s < plan.predicted.step_time_s < full.step_time_s
         assert full.peak_memory_bytes < plan.predicted.peak_memory_bytes < none.peak_memory_bytes
-        assert plan.recompute == mode and "recompute" not in plan.runnable
+        assert plan.recompute == mode and not plan.lacks
     for wrong in ("every-0", "every", "layers", 2):
         with pytest.raises(AutoparError, match="is not known"):
             planned(wrong)

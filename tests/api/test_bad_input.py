@@ -51,7 +51,7 @@ def traced():
 
 @cache
 def plan() -> Plan:
-    return autopar.plan(Model(), "cpu:1", BATCH, runnable=True)
+    return autopar.plan(Model(), "cpu:1", BATCH)
 
 
 def refusal(call, *args, **kwargs) -> str:

@@ -14,9 +14,7 @@ from autopar.request.plan_request import PlanRequest
 
 def test_common_layouts_keep_to_a_node_and_fill_it_with_experts():
     spec = parse_model("moe:layers=8,hidden=64,heads=8,ffn=64,vocab=64,seq=64,experts=16,top_k=2")
-    request = PlanRequest(
-        ClusterSpec.parse("dgx-h100:4"), 64, Pins(), "bf16", False, "moe", tolerance=0.0
-    )
+    request = PlanRequest(ClusterSpec.parse("dgx-h100:4"), 64, Pins(), "bf16", "moe", tolerance=0.0)
     candidates = candidates_for(request, api.trace_spec(spec, 64))
     found = [candidates[n] for n in common_layouts(candidates, 8)]
     flat = {(c.mesh.tp, c.mesh.ep) for c in found if c.mesh.pp == 1}

@@ -47,7 +47,7 @@ ODD = (
 
 @cache
 def data_of(kind: str) -> dict:
-    request = PlanRequest(CLUSTER, 8, Pins.of(PINS[kind]), "fp64", True, NAME)
+    request = PlanRequest(CLUSTER, 8, Pins.of(PINS[kind]), "fp64", NAME)
     data = json.loads(plan_traced(case(NAME).traced, request).to_json())
     data["certificate"]["meshes"] = data["certificate"]["meshes"][:2]  # of hundreds
     return data
@@ -83,7 +83,7 @@ def edited(data: dict, path: tuple, change: Callable[[Any, Any], None]) -> dict:
     return found
 
 
-FREE = {"solve_time_s", "space", "rules", "notes", "runnable", "model_name", "cluster_name", "cost_model_version", "mfu", "tokens_per_s",
+FREE = {"solve_time_s", "space", "rules", "notes", "model_name", "cluster_name", "cost_model_version", "mfu", "tokens_per_s",
         "host_bytes", "memory", "peak_memory_bytes", "meshes", "ledger", "gap", "objective_s", "bound_s", "digest", "breakdown", "devices",
         "reason", "status", "made_for", "details", "tolerance", "fastest", "simpler_left", "runners_up", "headroom",
         "unlimited_s"}  # fmt: skip
@@ -239,7 +239,7 @@ def test_an_edit_that_leaves_a_plan_trains_exactly_and_is_noted(pool4):
 
 def test_a_plan_that_nobody_edited_has_no_such_note(tmp_path):
     plan = plan_traced(
-        case(NAME).traced, PlanRequest(CLUSTER, 8, Pins.of(PINS["sharded"]), "fp64", True, NAME)
+        case(NAME).traced, PlanRequest(CLUSTER, 8, Pins.of(PINS["sharded"]), "fp64", NAME)
     )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan and EDITED not in plan.notes

@@ -47,7 +47,7 @@ def traced_of(
 
 
 def request_of(pin: dict, cluster: ClusterSpec = NODES, batch: int = 32) -> PlanRequest:
-    return PlanRequest(cluster, batch, Pins.of(pin), "bf16", False, "test")
+    return PlanRequest(cluster, batch, Pins.of(pin), "bf16", "test")
 
 
 @cache

@@ -39,7 +39,7 @@ def traced():
 
 
 def request_of(cluster: Cluster, **pin) -> PlanRequest:
-    return PlanRequest(cluster, 16, Pins.of(pin), "bf16", False, MODEL)
+    return PlanRequest(cluster, 16, Pins.of(pin), "bf16", MODEL)
 
 
 @cache

@@ -31,7 +31,7 @@ BLOCK = "llama:layers=4,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256"
 @pytest.fixture(scope="module")
 def llama():
     spec = parse_model(BLOCK)
-    return spec.build("meta"), spec.example_inputs(2, 4096), trace_spec(spec, 4096)
+    return spec.build("meta"), spec.example_inputs(2, 4096), trace_spec(spec, 4096, "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def test_a_plan_that_is_found_can_be_pinned():
     """Where tensor parallelism looks good but for five heads."""
     spec = parse_model("gpt:layers=4,hidden=250,heads=5,vocab=1001")
     model, inputs = spec.build("meta"), spec.example_inputs(2, 127)
-    traced = trace_spec(spec, 127)
+    traced = trace_spec(spec, 127, "bf16")
     plans = [
         autopar.plan(model, "h100:6", inputs, 12, traced=traced),
         autopar.plan(model, "h100:5", inputs, 13, traced=traced),
@@ -314,7 +314,7 @@ def test_heads_that_do_not_divide_are_run_where_tp_is_pinned():
 def test_nothing_fits_says_by_how_much_and_what_fits():
     spec = parse_model("llama2-7b")
     model, inputs = spec.build("meta"), spec.example_inputs(2, 4096)
-    traced = trace_spec(spec, 4096)
+    traced = trace_spec(spec, 4096, "bf16")
     with pytest.raises(
         NoPlanFits, match=r"No plan fits: the smallest needs 1\d\d\.\d\d GiB per device of 66\.4"
     ) as error:
@@ -384,7 +384,7 @@ def test_sequence_parallel_blocks_have_megatrons_collectives(family, blocks):
     does the dual of each backward; nothing else.  A bias of a row-parallel layer counts on one rank."""
     spec = parse_model(family + "layers=4,hidden=1024,heads=16,vocab=32000")
     model, inputs = spec.build("meta"), spec.example_inputs(4, 1024)
-    traced = trace(model, inputs)
+    traced = trace(model, inputs, precision="bf16")
     plan = autopar.plan(
         model,
         "h100:4",

@@ -1,7 +1,7 @@
 """Plan files that earlier versions wrote: each is read, or refused with the version of its format.
 
-`plans/formatN.json` is a plan of a small gpt for 8 H100 as autopar wrote it when that format was last in use (1, 2) or new (3), one field
-a line.  A field that is added to `Plan` needs a default, or a new format and a file here.
+`plans/formatN.json` is a plan of a small gpt for 8 H100 as autopar wrote it when that format was last in use (1, 2, 3) or new (4), one
+field a line.  A field that is added to `Plan` needs a default, or a new format and a file here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import FORMAT_VERSION, Plan
 
 STORED = Path(__file__).parent / "plans"
-REFUSED = [1, 2]
-READ = [3]
+REFUSED = [1, 2, 3]
+READ = [4]
 
 
 def test_each_format_has_a_stored_file():

@@ -11,7 +11,7 @@ import autopar
 from autopar import api
 from autopar.errors import AutoparError
 from autopar.explaining.lints import lint
-from autopar.explaining.plan_report import plan_text, summary_rows
+from autopar.explaining.plan_report import choice_rows, plan_text
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -50,7 +50,7 @@ def traced_of(seq: int) -> TracedModel:
 
 def request_of(task: tuple[int, int], **pin) -> PlanRequest:
     return PlanRequest(
-        NODES, task[1], Pins.of(PIN | {"micro_batch": task[1] // 2} | pin), "bf16", False, "test"
+        NODES, task[1], Pins.of(PIN | {"micro_batch": task[1] // 2} | pin), "bf16", "test"
     )
 
 
@@ -86,7 +86,7 @@ def test_the_plan_says_where_its_axes_lie():
         Plan.from_json(plan.to_json()) == plan
         and json.loads(plan.to_json())["mesh"]["order"] == INSIDE
     )
-    assert dict(summary_rows(plan, NODES))["placement"] == "tp and pp inside nodes, dp across nodes"
+    assert dict(choice_rows(plan, NODES))["placement"] == "tp and pp inside nodes, dp across nodes"
     assert f"pp=2 dp=2 tp=2 ({INSIDE})" in plan_text(plan)
     told = [str(difference) for difference in autopar.diff(planned(LONG, DEFAULT), plan)]
     assert f"choices: order pp-dp-ep-cp-tp -> {INSIDE}" in told

@@ -146,7 +146,7 @@ def test_a_loss_that_is_linear_in_the_mean_over_tokens_is_that_of_the_whole_batc
 
 def test_what_a_plan_has_decided_is_not_asked_for_again():
     model = Model(lambda out, y: (out - y).pow(2).mean())
-    plan = autopar.plan(model, "cpu:1", BATCH, 4, runnable=True)
+    plan = autopar.plan(model, "cpu:1", BATCH, 4)
     with pytest.raises(AutoparError, match="a plan has its choices"):
         autopar.parallelize(model, "cpu:1", BATCH, plan=plan, pin={"micro_batch": 2})
     with pytest.raises(AutoparError, match="a global batch of 4, not global_batch=8"):

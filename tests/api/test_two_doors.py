@@ -86,9 +86,7 @@ def test_a_plan_needs_nothing_given_again(asked):
 def test_a_loaded_plan_runs_with_its_model_alone(pin, precision):
     spec = parse_model("llama-tiny")
     batch = spec.example_inputs(4, 16, "cpu")
-    plan = autopar.plan(
-        spec.build("meta"), "cpu:1", batch, 4, pin, precision=precision, runnable=True
-    )
+    plan = autopar.plan(spec.build("meta"), "cpu:1", batch, 4, pin, precision=precision)
     saved = Plan.from_json(plan.to_json())
     engine = autopar.parallelize(spec.build("cpu"), example_inputs=batch, plan=saved)
     assert engine.plan == plan and engine.step(engine.local_batch(batch)) > 0

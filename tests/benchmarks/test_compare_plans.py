@@ -97,11 +97,11 @@ def test_other_meshes_of_a_certificate(found):
 
 
 def test_the_rule_takes_the_least_tensor_parallelism_that_fits():
-    pins = megatron_pins(NODES, runnable=False)
+    pins = megatron_pins(NODES)
     assert [(pin["tp"], pin["pp"]) for pin in pins] == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
     assert all(pin.get("sequence_parallel", False) == (pin["tp"] > 1) for pin in pins)
     assert [pin["zero"] for pin in pins] == [1, 1, 1, 1, 0] and pins[-1]["schedule"] == "1f1b"
-    assert all(pin["pp"] == 1 and pin["zero"] == 1 for pin in megatron_pins(NODES, runnable=True))
+    assert all(pin["pp"] == 1 and pin["zero"] == 1 for pin in megatron_pins(NODES))
 
 
 def test_the_rule_goes_on_where_nothing_fits(found):

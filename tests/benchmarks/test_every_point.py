@@ -21,7 +21,7 @@ from benchmarks.search.random_instances import Task
 
 def trial_of(model: str, devices: int, batch: int, **pin: object) -> Trial:
     cluster = ClusterSpec.make("l4", 1, devices)
-    request = PlanRequest(cluster, batch, Pins.of(pin), "bf16", False, model)
+    request = PlanRequest(cluster, batch, Pins.of(pin), "bf16", model)
     return Trial(request, traced_of(model))
 
 

@@ -42,7 +42,7 @@ def plan_of(pin: dict | None = None, runners_up: bool = False) -> Plan:
         pin=pin,
         precision="bf16",
         runners_up=runners_up,
-        traced=autopar.api.trace_spec(spec, 32),
+        traced=autopar.api.trace_spec(spec, 32, "bf16"),
     )
 
 
@@ -107,7 +107,7 @@ def test_save_and_load(tmp_path):
 def test_plan_explain_names_strategies_in_plain_words():
     text = autopar.explain(plan_of({"tp": 4, "pp": 1, "recompute": "none"}))
     assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
-    assert "To train with it, plan with --runnable" in text
+    assert "The other lines run it" in text or "These lines run the saved plan" in text
 
 
 def test_explain_says_when_a_plan_runs():
@@ -120,11 +120,14 @@ def test_explain_says_when_a_plan_runs():
             "8",
             "--seq",
             "16",
-            "--runnable",
             "--json",
         ).stdout
     )
-    assert plan.runnable == "" and "cannot run" not in plan_text(plan)
+    assert plan.lacks == "" and "lacks" not in plan_text(plan)
+    with_target = run(*EXPLAIN, "--target", "megatron", "--json")
+    framed = Plan.from_json(with_target.stdout)
+    assert framed.framework == "megatron" and framed.lacks == "a graph in bf16"
+    assert "autopar's engine lacks a graph in bf16 to run it" in plan_text(framed)
 
 
 @pytest.mark.slow
@@ -174,7 +177,6 @@ MISTAKES = [
     (
         [
             *EXPLAIN,
-            "--runnable",
             "--precision",
             "fp32",
             "--pin",

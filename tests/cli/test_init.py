@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 from click.testing import CliRunner, Result
+from support.trace_faults import trace_faults
 
 from autopar.cli.plan_commands import cli
 from autopar.ir.cluster import ClusterSpec
-from autopar.report.trace_check import read_trace, trace_faults
+from autopar.report.trace_diff import read_trace
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]
 

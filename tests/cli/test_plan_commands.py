@@ -16,7 +16,7 @@ from autopar import Plan, api
 from autopar.cli import terminal as terminal_module
 from autopar.cli.plan_commands import cli
 from autopar.models import parse_model
-from autopar.text.tables import grid
+from autopar.text.tables import Table
 
 TASK = ["llama-tiny", "h100:4", "--global-batch", "8", "--seq", "16"]
 SOON = ["--time-limit", "4"]  # whatever is found by then
@@ -384,6 +384,6 @@ def test_progress_without_a_terminal_is_a_line_every_so_often(monkeypatch, capsy
 
 
 def test_lines_end_without_blanks(capsys):
-    terminal_module.show(grid("Title", ("a", "b"), [("x", "y"), ("long word", "z")]))
+    terminal_module.show(Table(("a", "b"), [("x", "y"), ("long word", "z")], title="Title"))
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line == line.rstrip() for line in lines)

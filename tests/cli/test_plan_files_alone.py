@@ -56,12 +56,7 @@ def saved(tmp_path_factory) -> Path:
 
 def test_the_file_says_what_it_was_made_for(saved):
     made_for = Plan.load(saved).made_for
-    assert (made_for.model, made_for.seq, made_for.rows, made_for.runnable) == (
-        "llama-tiny",
-        16,
-        "tokens",
-        False,
-    )
+    assert (made_for.model, made_for.seq, made_for.rows) == ("llama-tiny", 16, "tokens")
     assert made_for.pins == {"tp": 2, "pp": 1, "context_method": "ring"}
     assert made_for.software["state_recipe"] == "bf16_moments"
     assert (

@@ -56,7 +56,7 @@ CHANGES = {
     "prediction: forward compute": lambda p: with_prediction(p, breakdown=p.predicted.breakdown | {"forward": 1.0}),
     "prediction: optimizer state": lambda p: with_prediction(p, memory=p.predicted.memory | {"optimizer": 2**31}),
     "certificate: status": lambda p: replace(p, certificate=replace(p.certificate, status="time limit")),
-    "engine: lacks": lambda p: replace(p, runnable="wings"),
+    "made for: target - -> megatron": lambda p: replace(p, made_for=replace(p.made_for, target="megatron")),
     "choices: devices": lambda p: replace(p, devices=("h100", "a100-80g")),
     "notes: notes - -> careful": lambda p: replace(p, notes=("careful",)),
 }  # fmt: skip

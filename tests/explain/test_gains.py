@@ -28,7 +28,7 @@ MODEL = "llama:layers=2,hidden=1024,heads=8,vocab=4096,seq=512"
 )
 def test_a_gain_is_that_of_a_plan_under_the_software(device, pin, also):
     traced = task(MODEL, device, 32, 512).traced
-    request = PlanRequest(ClusterSpec.parse(device), 32, Pins.of(pin), "bf16", False, MODEL)
+    request = PlanRequest(ClusterSpec.parse(device), 32, Pins.of(pin), "bf16", MODEL)
     plan = api.plan_traced(traced, request)
     found = gains(plan, traced, request)
     fields = {gain.field for gain in found}
@@ -48,7 +48,7 @@ def test_a_gain_is_that_of_a_plan_under_the_software(device, pin, also):
 
 def test_software_that_has_it_gains_nothing_from_it():
     traced = task(MODEL, "h100:4", 32, 512).traced
-    request = PlanRequest(ClusterSpec.parse("h100:4"), 32, Pins.of({"dp": 4}), "bf16", False, MODEL)
+    request = PlanRequest(ClusterSpec.parse("h100:4"), 32, Pins.of({"dp": 4}), "bf16", MODEL)
     request = replace(request, software=replace(request.software, compiled=True))
     plan = api.plan_traced(traced, request)
     assert "compiled" not in {gain.field for gain in gains(plan, traced, request)}
@@ -56,7 +56,7 @@ def test_software_that_has_it_gains_nothing_from_it():
 
 def test_processors_have_no_such_software():
     traced = task(MODEL, "cpu:4", 32, 512).traced
-    request = PlanRequest(ClusterSpec.parse("cpu:4"), 32, Pins.of({"dp": 4}), "fp32", False, MODEL)
+    request = PlanRequest(ClusterSpec.parse("cpu:4"), 32, Pins.of({"dp": 4}), "fp32", MODEL)
     assert gains(api.plan_traced(traced, request), traced, request) == []
 
 
@@ -64,7 +64,7 @@ def test_the_home_is_what_the_options_plan():
     """The sentence names a time; the options that it names plan the same choices in that time."""
     traced = task(MODEL, "h100:4", 32, 512).traced
     cluster = ClusterSpec.parse("h100:4")
-    request = PlanRequest(cluster, 32, Pins.of({"dp": 4}), "bf16", False, MODEL)
+    request = PlanRequest(cluster, 32, Pins.of({"dp": 4}), "bf16", MODEL)
     plan = api.plan_traced(traced, request)
     found = home(plan, traced, request)
     assert found is not None and found.saved >= HOME_LEAST

@@ -53,7 +53,7 @@ class Weighted(nn.Module):
 
 def test_constants_of_forward_are_no_tied_weights():
     model, batch, cluster = Weighted(), {"x": torch.ones(4, 4)}, ClusterSpec.parse("h100:2")
-    traced = api.trace(model, batch)
+    traced = api.trace(model, batch, precision="bf16")
     plan = api.plan(model, cluster, batch, 8, pin={"pp": 2}, traced=traced)
     assert not named(lint(plan, cluster, traced), "tied weights")
 

@@ -40,7 +40,7 @@ def traced_of(name: str) -> TracedModel:
 def request_of(pin: dict, memory_gib: float = 80.0, cluster: str = "h100:8") -> PlanRequest:
     spec = ClusterSpec.parse(cluster)
     spec = replace(spec, device=replace(spec.device, memory_bytes=int(memory_gib * 2**30)))
-    return PlanRequest(spec, BATCH, Pins.of(pin), "bf16", False, "test")
+    return PlanRequest(spec, BATCH, Pins.of(pin), "bf16", "test")
 
 
 @cache

@@ -124,7 +124,7 @@ def test_numbers_have_sensible_digits():
 @pytest.mark.parametrize("name", ["cpu:2", "mine"])
 def test_the_lines_that_run_a_plan_give_its_cluster(name, tmp_path, monkeypatch):
     cluster = replace(ClusterSpec.parse("cpu:2"), name=name)
-    plan = replace(task().plan({"dp": 2}, cluster, 4), runnable="")
+    plan = task().plan({"dp": 2}, cluster, 4)
     plan = replace(plan, made_for=replace(plan.made_for, cluster=plain_data(cluster)))
     plan.save(tmp_path / "plan.json")
     lines = run_lines(plan, "").partition("torchrun\n")[2]

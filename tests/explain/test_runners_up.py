@@ -41,7 +41,7 @@ def _planned(tolerance: float, pin: tuple) -> Plan:
     t = task(MODEL, CLUSTER, 8, 64)
     cluster = t.cluster
     request = PlanRequest(
-        cluster, 8, Pins.of(dict(pin)), "bf16", False, MODEL, tolerance=tolerance, runners_up=True
+        cluster, 8, Pins.of(dict(pin)), "bf16", MODEL, tolerance=tolerance, runners_up=True
     )
     return api.plan_traced(t.traced, request)
 
@@ -114,7 +114,7 @@ def test_families_are_searched_until_a_plan_fits(monkeypatch):
 
     monkeypatch.setattr(families, "BOUNDED", 0)
     t = task(MODEL, CLUSTER, 8, 64)
-    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", MODEL)
     plan = api.plan_traced(t.traced, replace(request, runners_up=True))
     assert all(entry["solved"] <= families.STAGED for entry in plan.certificate.runners_up)
     monkeypatch.setattr(families, "fastest", in_vain)
@@ -130,7 +130,7 @@ def test_no_plan_of_a_family_is_faster_than_its_bound():
     proof = planned(tolerance=0.0).certificate
     times_s: dict[str, list[float]] = {entry["family"]: [] for entry in proof.runners_up}
     t = task(MODEL, CLUSTER, 8, 64)
-    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL, tolerance=0)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", MODEL, tolerance=0)
     choices = {(*entry["mesh"].items(), ("zero", entry["zero"])) for entry in proof.meshes}
     for pin in map(dict, sorted(choices, key=repr)):
         mesh = MeshShape(**{name: size for name, size in pin.items() if name != "zero"})
@@ -161,7 +161,7 @@ def test_several_processes_find_the_same_runners_up(monkeypatch):
     monkeypatch.setattr(planner, "SearchLimits", partial(SearchLimits, alone_s=0.0))
     monkeypatch.setattr(families, "Team", Watched)
     t, plans = task(MODEL, CLUSTER, 8, 64), []
-    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL, runners_up=True)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", MODEL, runners_up=True)
     for processes in (1, 3):
         plans.append(planner.plan_traced(t.traced, request, processes=processes))
         assert (len(helpers) > 1) == (processes > 1)
@@ -184,7 +184,7 @@ def test_layouts_of_recipes_are_among_those_that_are_sketched(monkeypatch):
     monkeypatch.setattr(planner, "Restager", Watched)
     monkeypatch.setattr(families, "SKETCHED", 1)
     t = task(MODEL, CLUSTER, 8, 64)
-    request = PlanRequest(t.cluster, 8, Pins(), "bf16", False, MODEL, runners_up=True)
+    request = PlanRequest(t.cluster, 8, Pins(), "bf16", MODEL, runners_up=True)
     plan = planner.plan_traced(t.traced, request, processes=1)
     found = {entry["family"] for entry in plan.certificate.runners_up if entry["solved"]}
     common = {families.family_of(c) for c in asked}
@@ -328,7 +328,7 @@ def test_compare_without_pins_compares_the_families():
 def test_headroom_is_kept_and_its_price_printed():
     t = task(MODEL, CLUSTER, 8, 64)
     tight = t.cluster.with_memory(5 * 2**29)
-    request = PlanRequest(tight.kept_free(0.2), 8, Pins(), "bf16", False, MODEL, runners_up=True)
+    request = PlanRequest(tight.kept_free(0.2), 8, Pins(), "bf16", MODEL, runners_up=True)
     plan = api.plan_traced(t.traced, request)
     assert max(plan.predicted.peak_memory_bytes) <= 0.8 * tight.device.memory_bytes
     assert plan.certificate.headroom == 0.2 and plan.certificate.unlimited_s is not None
@@ -342,7 +342,7 @@ def test_the_price_of_headroom_is_that_of_the_best_micro_batch():
     kept, whole = (
         api.plan_traced(
             t.traced,
-            PlanRequest(tight.kept_free(share), 512, pins, "bf16", False, MODEL, runners_up=True),
+            PlanRequest(tight.kept_free(share), 512, pins, "bf16", MODEL, runners_up=True),
         )
         for share in (0.2, 0.0)
     )
@@ -354,9 +354,7 @@ def test_the_price_of_headroom_is_that_of_the_best_micro_batch():
 @pytest.mark.parametrize("wrong", [-0.1, 1.0, float("nan")])
 def test_tolerances_that_are_none(wrong):
     with pytest.raises(AutoparError, match="must be a fraction from 0"):
-        replace(
-            PlanRequest(ClusterSpec.parse("cpu:1"), 1, Pins(), "fp32", False, "m"), tolerance=wrong
-        )
+        replace(PlanRequest(ClusterSpec.parse("cpu:1"), 1, Pins(), "fp32", "m"), tolerance=wrong)
 
 
 ODD = (None, -1, True, "x", [], {}, {"x": 1}, float("nan"))

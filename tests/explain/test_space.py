@@ -44,7 +44,7 @@ def traced(name: str, seq: int) -> TracedModel:
 
 
 def request_of(name: str, cluster: str, batch: int, **pin: object) -> PlanRequest:
-    return PlanRequest(ClusterSpec.parse(cluster), batch, Pins.of(pin), "bf16", False, name)
+    return PlanRequest(ClusterSpec.parse(cluster), batch, Pins.of(pin), "bf16", name)
 
 
 CLUSTERS = ("h100:1", "h100:6", "h100:8", "dgx-h100:2", "dgx-h100:3", "dgx-a100-80g:16")

@@ -71,9 +71,7 @@ def test_a_layer_has_two_solves_and_no_loop_over_rows(name):
 def test_training_is_exact(pool2, name, dp, tp, pp, micro_batch):
     built, batches, traced = model(name)
     pin = {"dp": dp, "tp": tp, "pp": pp, "micro_batch": micro_batch}
-    found = autopar.plan(
-        built, "cpu:2", batches[0], pin=pin, precision="fp64", traced=traced, runnable=True
-    )
+    found = autopar.plan(built, "cpu:2", batches[0], pin=pin, precision="fp64", traced=traced)
     for losses, state in pool2.run(steps, name, found.to_json()):
         assert update_error(reference(name), state) <= 1.0
         assert losses == pytest.approx(reference(name).losses, rel=1e-9)

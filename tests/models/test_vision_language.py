@@ -78,9 +78,7 @@ def test_losses_over_pairs_of_the_batch_are_exact(pool2, name):
 
 def test_losses_over_pairs_refuse_micro_batches():
     with pytest.raises(AutoparError, match=r"matmul .*combines rows of the batch") as refused:
-        autopar.plan(
-            made(CONTRASTIVE["CLIP"]), "cpu:2", pairs(0), pin=PARTS["micro-batches"], runnable=True
-        )
+        autopar.plan(made(CONTRASTIVE["CLIP"]), "cpu:2", pairs(0), pin=PARTS["micro-batches"])
     assert "Pin micro_batch=4" in str(refused.value)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from support.effort import slow_but
 from support.report_plans import CASES, plan_of, report_of, request_of, timeline_of, traced_of
+from support.trace_faults import trace_faults
 
 from autopar.errors import AutoparError
 from autopar.recheck.replay import replay
 from autopar.report import chrome_trace
 from autopar.report.chrome_trace import trace_data
-from autopar.report.trace_check import read_trace, trace_faults
-from autopar.report.trace_diff import trace_diff
+from autopar.report.trace_diff import read_trace, trace_diff
 
 
 def slices(data: dict, pid: int, thread: str) -> list[dict]:

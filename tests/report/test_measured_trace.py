@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
+from support.trace_faults import trace_faults
 
 import autopar
 from autopar.models import parse_model
-from autopar.report.trace_check import read_trace, trace_faults
-from autopar.report.trace_diff import trace_diff
+from autopar.report.trace_diff import read_trace, trace_diff
 
 _BATCH, _SEQ = 8, 32
 PINS = {
@@ -46,7 +46,7 @@ def measured(rank: int, text: str, folder: str) -> None:
 @pytest.mark.parametrize("case", PINS)
 def test_predicted_and_measured_ranges_have_the_same_names_in_the_same_order(case, pool4, tmp_path):
     model, batch = model_and_inputs()
-    plan = autopar.plan(model, "cpu:4", batch, _BATCH, pin=PINS[case], runnable=True)
+    plan = autopar.plan(model, "cpu:4", batch, _BATCH, pin=PINS[case])
     report = autopar.explain(plan, model=model, example_inputs=batch)
     report.save_trace(tmp_path / "predicted.json", every_rank=True)
     predicted = read_trace(tmp_path / "predicted.json")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from html import unescape
 from itertools import pairwise
 
 import pytest
 from support.effort import slow_but
-from support.report_plans import CASES, plan_of, request_of, timeline_of, traced_of
+from support.prose import ROOT
+from support.report_plans import CASES, plan_of, report_of, request_of, timeline_of, traced_of
 
-import autopar
-from autopar.models import parse_model
 from autopar.recheck.replay import replay
-from autopar.report.timeline import FOLDED_BEYOND
-from autopar.report.timeline_figure import bands
+from autopar.report.timeline import FOLDED_BEYOND, Slice
+from autopar.report.timeline_figure import timeline_figure
+from autopar.text.numbers import Numbers
 
 ONE_STAGE_A_RANK = [case for case in CASES if case != "interleaved"]
 
@@ -97,18 +100,6 @@ def test_messages_join_the_action_that_sends_and_the_one_that_reads():
         assert message.start_s + message.seconds <= starts[kind, to, message.micro_batch] + 1e-12
 
 
-def test_what_waits_for_the_host_is_drawn(tmp_path):
-    spec = parse_model("moe-tiny")
-    model, batch = spec.build("meta"), spec.example_inputs(2, 16)
-    plan = autopar.plan(model, "h200:2", batch, 8, {"pp": 1, "dp": 2, "zero": 1})
-    report = autopar.explain(plan, model=model, example_inputs=batch)
-    assert "host" in plan.predicted.breakdown and report.timeline.lines[0][-1].kind == "host"
-    kind, start_s, seconds = bands(report.timeline, 0, report.timeline.lines[0][-1])[-1]
-    assert (kind, start_s + seconds) == ("host", pytest.approx(report.timeline.step_s))
-    report.save(tmp_path / "page.html")
-    assert "c-host" in (tmp_path / "page.html").read_text()
-
-
 def test_middle_micro_batches_are_folded():
     timeline = timeline_of("many micro-batches")
     assert timeline.micro_batches > FOLDED_BEYOND and timeline.fold is not None
@@ -123,3 +114,12 @@ def test_middle_micro_batches_are_folded():
         whole = sum(s.seconds for s in timeline.lines[rank])
         assert sum(s.seconds for s in shown) == pytest.approx(whole - inside, rel=1e-9)
     assert timeline_of("1f1b").fold is None and timeline_of("1f1b").folded == 0
+
+
+def test_a_wait_for_the_host_is_drawn():
+    timeline, numbers = timeline_of("1f1b"), Numbers(report_of("1f1b").data)
+    waits = Slice("host", -1, -1, timeline.step_s, 1e-3)
+    late = replace(timeline, lines=tuple((*line, waits) for line in timeline.lines))
+    rows = json.loads(unescape(timeline_figure(late, numbers).data).partition("'")[2][:-1])["rows"]
+    script = (ROOT / "autopar/report/templates/report.js").read_text()
+    assert all(row[-1][2:4] == [6, -1] for row in rows) and '"waiting for the host"' in script

@@ -11,9 +11,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.foreign.frameworks.registry import TARGETS, target_of
+from autopar.foreign.frameworks.registry import TARGETS
 from autopar.foreign.limits.asked_software import software_like
-from autopar.foreign.limits.frameworks import restriction_of
+from autopar.foreign.limits.frameworks import limits_of, restriction_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan_checks import PRECISIONS
@@ -26,7 +26,7 @@ LACKING = sorted(
 
 
 def requested(cluster: str, precision: str) -> PlanRequest:
-    return PlanRequest(ClusterSpec.parse(cluster), 8, Pins(), precision, False, "model")
+    return PlanRequest(ClusterSpec.parse(cluster), 8, Pins(), precision, "model")
 
 
 def test_earlier_generations_lack_bf16():
@@ -57,7 +57,7 @@ def test_a_model_is_planned_in_what_its_devices_compute():
 
 def within(target: str, cluster: str, precision: str) -> PlanRequest:
     """A request within a target, at the prices of its software."""
-    asked, own = requested(cluster, precision), target_of(target)
+    asked, own = requested(cluster, precision), limits_of(target)
     software = own.software_for(asked.cluster.one_kind.device.generation, compute=precision)
     return replace(asked, software=software).within(restriction_of(target, ModelShape(), 512))
 

@@ -67,7 +67,7 @@ def test_an_option_of_a_request_is_the_same_in_every_command(command):
 def test_what_commands_ask_has_the_defaults_of_the_table():
     known = {field.name: field.default for field in fields(Asked)}
     shared = known.keys() & OPTIONS.keys() - {"global_batch", "software"}
-    assert {"tolerance", "time_limit_s", "runnable", "target"} <= shared
+    assert {"tolerance", "time_limit_s", "target"} <= shared
     assert {name: known[name] for name in shared} == {
         name: OPTIONS[name].default for name in shared
     }
@@ -81,7 +81,7 @@ def test_parts_are_fields_of_the_software():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    every(3, [("tolerance", "much"), ("runnable", 1), ("precision", 16), ("pin", "tp=2"), ("time_limit_s", None),
+    every(3, [("tolerance", "much"), ("allow_micro_batch_mean", 1), ("precision", 16), ("pin", "tp=2"), ("time_limit_s", None),
               ("deadline_s", -1), ("target", 3), ("software", 8), ("runners_up", "yes")], unpacked=True),
 )  # fmt: skip
 def test_keywords_are_checked_by_kind(name, value):

@@ -191,7 +191,6 @@ def _program(model: str, pin: dict[str, int]) -> Program:
         4,
         pin,
         precision="fp32",
-        runnable=True,
         traced=traced,
     )
     return assemble(traced, plan, 0, torch.device("cpu"))

@@ -125,9 +125,7 @@ def test_code_is_python_over_known_names():
     inputs = spec.example_inputs(8, 16, "cpu")
     model = spec.build("cpu")
     traced = trace(model, inputs)
-    chosen = plan(
-        model, free_network(4), inputs, 8, {"cp": 2, "tp": 2}, runnable=True, traced=traced
-    )
+    chosen = plan(model, free_network(4), inputs, 8, {"cp": 2, "tp": 2}, traced=traced)
     code = assemble(traced, chosen, 0, torch.device("cpu")).code
     scope = executed(code)
     assert_names(code, scope)

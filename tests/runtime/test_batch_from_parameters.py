@@ -167,9 +167,7 @@ def test_training_is_exact(pool2, name, dp, tp, pp, number):
         found = solved_plan(traced, Annotator(traced), setting(MeshShape(dp=dp, tp=tp), number))
     else:
         pin = {"pp": pp, "micro_batch": ROWS // number}
-        found = plan(
-            built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64", runnable=True
-        )
+        found = plan(built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64")
     for losses, state in pool2.run(steps, name, found.to_json()):
         assert update_error(reference(name), state) <= 1.0
         assert losses == pytest.approx(reference(name).losses, rel=1e-9)

@@ -370,7 +370,7 @@ def test_what_cannot_be_compiled_is_refused():
     assert Compiler({"options": {"triton.cudagraphs": True}}).cuda_graphs
     spec = parse_model("llama-tiny")
     with pytest.raises(AutoparError, match=r"cannot run torch.compile under zero_bubble"):
-        make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"}, runnable=True,
+        make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"},
                   software=autopar.request.software.Software(compiled=True))  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def test_pipelines_are_exact(pool2, name):
         pool2,
         name,
         "momentum",
-        plan(built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64", runnable=True),
+        plan(built, "cpu:2", batches[0], ROWS, pin, traced=traced, precision="fp64"),
     )
 
 

@@ -171,8 +171,8 @@ def test_batch_norm_of_one_value_is_refused():
     """As PyTorch refuses it: the running variance divides by the values less 1."""
     batch = {"x": torch.randn(8, 6)}
     with pytest.raises(AutoparError, match=r"of one row has one value .*larger micro_batch"):
-        autopar.plan(Normed(), "cpu:1", batch, pin={"micro_batch": 1}, runnable=True)
-    assert autopar.plan(Normed(), "cpu:2", batch, pin={"dp": 2, "micro_batch": 1}, runnable=True)
+        autopar.plan(Normed(), "cpu:1", batch, pin={"micro_batch": 1})
+    assert autopar.plan(Normed(), "cpu:2", batch, pin={"dp": 2, "micro_batch": 1})
     engine = autopar.parallelize(Normed(), "cpu:1", batch, sgd)
     with pytest.raises(AutoparError, match="of one row has one value"):
         engine.step({"x": torch.randn(1, 6)})

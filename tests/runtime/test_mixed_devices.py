@@ -31,7 +31,7 @@ def cluster(each: int, times: float = 3.0) -> MixedCluster:
 
 
 def planned(at: MixedCluster, **pin) -> Plan:
-    return api.plan_traced(case(NAME).traced, PlanRequest(at, 8, Pins.of(pin), "fp64", True, NAME))
+    return api.plan_traced(case(NAME).traced, PlanRequest(at, 8, Pins.of(pin), "fp64", NAME))
 
 
 def test_plans_on_two_kinds_of_devices_train_exactly(pool4):
@@ -45,7 +45,7 @@ def test_plans_on_two_kinds_of_devices_train_exactly(pool4):
     ]
     for plan in plans:
         blocks = {name: sum(map(len, stages)) for name, stages in _stages(plan).items()}
-        assert blocks["cpu"] > blocks["slow-cpu"] and not plan.runnable, (str(plan.mesh), blocks)
+        assert blocks["cpu"] > blocks["slow-cpu"] and not plan.lacks, (str(plan.mesh), blocks)
     assert plans[-1].mesh.groups in ((0, 0, 1, 1), (1, 1, 0, 0))
     check(pool4, NAME, plans)
 

@@ -163,7 +163,7 @@ def big_plan(cluster: ClusterSpec, **pin) -> Plan:
     spec = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     pin = {"tp": 1, "micro_batch": 1, "recompute": "full", "zero": 0} | pin
     model, inputs = spec.build("meta"), spec.example_inputs(2, 512)
-    traced = autopar.api.trace_spec(spec, 512)
+    traced = autopar.api.trace_spec(spec, 512, "bf16")
     return autopar.plan(model, cluster, inputs, 8, pin, time_limit_s=10, traced=traced)
 
 

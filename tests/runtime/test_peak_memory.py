@@ -225,9 +225,7 @@ def test_the_predicted_peak_is_what_a_step_takes(name):
     # of the process, not of tensors
     cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))
     # the second micro-batch finds gradients
-    plan = autopar.plan(
-        model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision, runnable=True
-    )
+    plan = autopar.plan(model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision)
     seen, parts = observed(model, plan, inputs), dict(plan.predicted.memory)
     expected = {part: parts[part] for part in ("parameters", "gradients", "optimizer")}
     expected["activations"] = parts["kept"] + parts["transient"] + parts["fixed"]

@@ -71,7 +71,6 @@ def plan_of(name: str, precision: str, schedule: str, recompute: str, **pins) ->
         ROWS * MICRO_BATCHES * pin["dp"],
         pin,
         precision=precision,
-        runnable=True,
         traced=traced,
     )
 

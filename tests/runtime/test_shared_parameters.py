@@ -144,7 +144,7 @@ def test_a_rank_is_charged_for_what_it_reads_once(how, data):
         )
         plan = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=(0,) * ranks))
     request = PlanRequest(
-        ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, Pins(), plan.precision, False, "web"
+        ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, Pins(), plan.precision, "web"
     )
     of_stage = stage_segments(plan, traced) if ranks > 1 else [range(len(traced.segments))]
     on = segments_by_rank(plan, traced, request)

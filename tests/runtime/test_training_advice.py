@@ -221,9 +221,7 @@ def test_a_plan_for_gpus_is_made_for_cpus():
 
 
 def test_a_damaged_plan_is_made_again():
-    make = functools.partial(
-        autopar.plan, made(), "cpu:1", batches()[0], precision="fp64", runnable=True
-    )
+    make = functools.partial(autopar.plan, made(), "cpu:1", batches()[0], precision="fp64")
     block = make().blocks[0]
     damaged = dataclasses.replace(
         make(), blocks=(dataclasses.replace(block, ops=dict(list(block.ops.items())[1:])),)

@@ -23,7 +23,7 @@ def traced():
 
 
 def planned(traced, cluster: ClusterSpec, batch: int, **pin):
-    request = PlanRequest(cluster, batch, Pins.of({**_PIN, **pin}), "bf16", False, "gpt")
+    request = PlanRequest(cluster, batch, Pins.of({**_PIN, **pin}), "bf16", "gpt")
     return api.plan_traced(traced, request, 30.0, processes=1)
 
 

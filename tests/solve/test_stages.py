@@ -236,7 +236,7 @@ def test_the_search_prices_pipelines_and_its_bound_holds():
 def gpt():
     spec = parse_model("gpt:layers=6,hidden=1024,heads=16,vocab=32000")
     example = spec.example_inputs(2, 1024)
-    return spec.build("meta"), example, trace(spec.build("meta"), example)
+    return spec.build("meta"), example, trace(spec.build("meta"), example, precision="bf16")
 
 
 def test_plans_name_their_stages(gpt):

@@ -70,7 +70,7 @@ def planned(monkeypatch, last: float, ticks: bool = False, **asked):
 
             patch.setattr(kind, name, counted)
         cluster = ClusterSpec.parse("dgx-h100:2").kept_free()
-        request = PlanRequest(cluster, 32, Pins(), "bf16", False, "m", **asked)
+        request = PlanRequest(cluster, 32, Pins(), "bf16", "m", **asked)
         try:
             return api.plan_traced(traced(), request, LIMIT_S, processes=1), clock
         except NoPlanFits as error:
@@ -171,6 +171,6 @@ def test_what_a_slow_network_costs_once_a_step_is_known_before_a_plan_is_made(
     monkeypatch.setattr(branch_and_bound, "_FAR", far)
     monkeypatch.setattr(steps, "solve", solve)
     cluster = ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=1e9)
-    request = PlanRequest(cluster, 8, Pins(pp=1), "bf16", False, "m", tolerance=0.0)
+    request = PlanRequest(cluster, 8, Pins(pp=1), "bf16", "m", tolerance=0.0)
     plan = api.plan_traced(traced(), request, LIMIT_S, processes=1)
     assert str(plan.mesh) == "tp=4" and solved[0] == first

@@ -39,9 +39,7 @@ def traced():
 def planned(rate: float, tolerance: float, inside: bool = True, tp: int | None = None) -> Plan:
     cluster = ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=rate * 1e9, name="small")
     pin = Pins.of(PINS | ({"tp": tp} if tp else {}))
-    asked = PlanRequest(
-        cluster, 2, pin, "bf16", False, "m", tolerance=tolerance, keeps_tp_inside=inside
-    )
+    asked = PlanRequest(cluster, 2, pin, "bf16", "m", tolerance=tolerance, keeps_tp_inside=inside)
     return api.plan_traced(traced(), asked, 60.0, processes=1)
 
 
@@ -81,9 +79,7 @@ def planned_on_pcie(
 ) -> Plan:
     pin = Pins.of(PINS | ({"tp": tp} if tp else {}))
     cluster = ClusterSpec.parse(f"{device}:4").one_kind
-    asked = PlanRequest(
-        cluster, rows, pin, "bf16", False, "m", tolerance=tolerance, runners_up=rivals
-    )
+    asked = PlanRequest(cluster, rows, pin, "bf16", "m", tolerance=tolerance, runners_up=rivals)
     return api.plan_traced(traced(), asked, 60.0, processes=1)
 
 

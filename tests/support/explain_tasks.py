@@ -50,7 +50,6 @@ class Task:
                 batch,
                 Pins.of(pin),
                 choose_precision(cluster),
-                False,
                 type(self.model).__name__,
             )
             self.known[key] = api.plan_traced(self.traced, request)
@@ -61,7 +60,8 @@ class Task:
 def task(name: str = "llama-tiny", cluster: str = "h100:8", batch: int = 16, seq: int = 32) -> Task:
     spec = parse_model(name)
     model, inputs = spec.build("meta"), spec.example_inputs(2, seq)
-    return Task(model, inputs, api.trace_spec(spec, seq), ClusterSpec.parse(cluster), batch)
+    on = ClusterSpec.parse(cluster)
+    return Task(model, inputs, api.trace_spec(spec, seq, choose_precision(on)), on, batch)
 
 
 def text_of(renderable: Any, width: int = 80) -> str:

@@ -70,4 +70,4 @@ def timeline_of(case: str) -> Timeline:
 def request_of(case: str) -> PlanRequest:
     model, pins, batch = CASES[case]
     cluster = parsed_cluster(_CLUSTERS.get(case, "h100:8"))
-    return PlanRequest(cluster, batch, Pins.of(pins), "bf16", False, model)
+    return PlanRequest(cluster, batch, Pins.of(pins), "bf16", model)

@@ -50,7 +50,6 @@ SAID: Mapping[str, tuple[Any, ...]] = {
     "tolerance": (0.0, 0.1),
     "target": ("megatron", "torchtitan", "deepspeed"),
     "objective": ("memory",),
-    "runnable": (True,),
     "allow_micro_batch_mean": (True,),
 }
 """Further options and values that are not their defaults."""

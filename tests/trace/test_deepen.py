@@ -161,7 +161,7 @@ def test_what_does_not_repeat_is_refused(config, period, message):
 def test_plans_are_equal(name):
     config, cluster = MODELS[name], ClusterSpec.parse("h100:4")
     request = PlanRequest(
-        cluster, 16, Pins(recompute="every-2") if name == "gpt" else Pins(), "bf16", False, "deep"
+        cluster, 16, Pins(recompute="every-2") if name == "gpt" else Pins(), "bf16", "deep"
     )
     traces = trace_spec(spec_of(config), SEQ), whole(config, None)
     plans = [
@@ -174,7 +174,7 @@ def test_plans_are_equal(name):
 
 def test_a_plan_of_a_deepened_model_trains_it():
     spec, cluster = spec_of(MODELS["gpt"]), ClusterSpec.parse("cpu:1")
-    request = PlanRequest(cluster, 2, Pins(), "fp32", True, spec.name)
+    request = PlanRequest(cluster, 2, Pins(), "fp32", spec.name)
     plan = plan_traced(trace_spec(spec, SEQ, "fp32"), request)
     batch = spec.example_inputs(2, SEQ, "cpu")
     engine = parallelize(spec.build("cpu"), cluster, batch, plan=plan)

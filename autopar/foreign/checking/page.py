@@ -13,14 +13,16 @@ from autopar.foreign.checking.report import (
     alone_words,
     answer_gap_words,
     answer_proof_words,
+    change_table,
     check_data,
     fit_words,
     job_layout_words,
     own_words,
+    rank_table,
 )
 from autopar.ir.cluster import plain_data
 from autopar.report.explained import full_report
-from autopar.report.page import Page, Section, Table
+from autopar.report.page import Page, Section
 from autopar.report.report import Report
 from autopar.text.numbers import Number, Numbers, Words
 from autopar.text.plan_words import short_words
@@ -82,7 +84,7 @@ def _verdict(answer: Answer, n: Numbers) -> Section:
     ]  # fmt: skip
     if "host" in answer.plan.predicted.breakdown:
         lead += [
-            " In ", n.ms("predicted.breakdown.host"), " of it devices wait for the host, which the pictures below leave out: "
+            " In ", n.ms("predicted.breakdown.host"), " of it devices wait for the host: "
             "larger micro-batches, CUDA graphs or torch.compile shorten that.",
         ]  # fmt: skip
     if answer.measured_s is not None:
@@ -135,25 +137,13 @@ def _changes(answer: Answer, n: Numbers) -> Iterator[Section]:
     """The single changes with which the job fits."""
     if answer.plan is None or answer.is_sure:
         return
-    rows = [
-        (
-            ", ".join(map(str, change.differences)),
-            n.ms(f"changes.{k}.step_time_s"),
-            n.gib(f"changes.{k}.peak_bytes"),
-        )
-        for k, change in enumerate(answer.changes)
-    ]
-    tables = (Table(("change", "step", "peak"), rows, (1, 2)),) if rows else ()
-    lead = "Each of these alone makes it fit." if rows else "None of those tried."
+    lead = "Each of these alone makes it fit." if answer.changes else "None of those tried."
+    tables = (change_table(answer, n),) if answer.changes else ()
     yield Section("changes", "Single changes that fit", lead, tables=tables)
 
 
 def _ranks(answer: Answer, n: Numbers) -> Section:
     """Layers and memory of each pipeline rank."""
-    rows = []
-    for rank, layers in enumerate(answer.layers):
-        ends = " + embedding" * (rank == 0) + " + loss" * (rank == len(answer.layers) - 1)
-        count = " + ".join(map(str, layers))
-        rows.append((str(rank), f"{count}{ends}", n.gib(f"predicted.peak_memory_bytes.{rank}")))
-    table = Table(("rank", "layers", "peak"), rows[:8], (0, 2), rows[8:])
+    table = rank_table(answer, n)
+    table.rows, table.folded = table.rows[:8], table.rows[8:]
     return Section("ranks", "Ranks of the pipeline", "What each rank holds.", tables=(table,))

@@ -29,13 +29,14 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 from autopar.ir.plan import Plan
+from autopar.ir.plan_checks import HALF
 from autopar.ir.traced import TracedModel
 from autopar.models.base import ModelSpec
 from autopar.models.shapes import shape_of_spec, spec_of_shape
 from autopar.request.options import TOLERANCE
 from autopar.request.plan_request import PlanRequest
 from autopar.request.restriction import Restriction
-from autopar.request.software import SIXTEEN_BITS, Software
+from autopar.request.software import Software
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class JobSetting:
             found = replace(found, loss_kernel="fused" if facts.fused_loss else "in_place")
         if facts.precision == "bf16":
             return found
-        recipe = found.state_recipe if facts.precision in SIXTEEN_BITS else None
+        recipe = found.state_recipe if facts.precision in HALF else None
         return replace(found, state_recipe=recipe, matmul_dtype=None)
 
     def of(self, job: Job) -> JobSetting:

@@ -1,20 +1,20 @@
-"""The answer to a job as tables, and as JSON."""
+"""The answer to a job as rows, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import Any
 
 from autopar.foreign.checking.check import Answer
 from autopar.ir.layout import Layout
 from autopar.request.options import TOLERANCE
+from autopar.text.numbers import Numbers, Words
 from autopar.text.plan_words import MEMORY_WORDS, TIME_WORDS, short_words
-from autopar.text.tables import grid
+from autopar.text.replies import Reply
+from autopar.text.tables import Table
 from autopar.text.units import PROVED, gib, ms, percent
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 TITLES = {
     "refused": "Refused at start",
@@ -25,49 +25,40 @@ TITLES = {
 CAUSES = "usual causes: a network slower than its rate, a data loader or checkpoints in the step, stragglers, few kernels that are fused"
 
 
-def check_table(answer: Answer) -> Group:
-    """The answer as rich tables."""
-    from rich.console import Group
+def check_reply(answer: Answer) -> Reply:
+    """The answer: a summary, ranks and parts, what is refused, and what would be better. JSON has times
+    in seconds, memory in bytes.
+    """
+    data = check_data(answer)
+    return Reply(list(_parts(answer, Numbers(data))), data)
 
-    return Group(*_tables(answer))
 
-
-def _tables(answer: Answer) -> Iterator[Any]:
+def _parts(answer: Answer, n: Numbers) -> Iterator[Table]:
     by = job_layout_words(answer.job.layout, answer.cluster.num_devices)
-    yield grid(
-        "",
-        ("", ""),
-        [
-            ("job", answer.target.title),
-            ("layout", by),
-            ("cluster", str(answer.cluster)),
-            *_summary(answer),
-        ],
-    )
+    rows = [("job", answer.target.title), ("layout", by), ("cluster", str(answer.cluster))]
+    yield Table(("", ""), [*rows, *_summary(answer)])
     if answer.withheld:
-        yield grid("Why no verdict is given", ("",), [(reason,) for reason in answer.withheld])
+        reasons = [(reason,) for reason in answer.withheld]
+        yield Table(("",), reasons, title="Why no verdict is given")
     if answer.plan is not None:
-        yield _ranks(answer)
-        yield _parts(answer)
+        yield rank_table(answer, n)
+        yield _part_table(answer)
     for kind, title in TITLES.items():
-        rows = [(f.what, f.theirs, ", ".join(f.legal)) for f in answer.findings if f.kind == kind]
-        if rows:
-            yield _findings(title, rows, "legal" if kind == "refused" else "remedy")
+        found = [(f.what, f.theirs, ", ".join(f.legal)) for f in answer.findings if f.kind == kind]
+        if found:
+            yield _findings(title, found, "legal" if kind == "refused" else "remedy")
     if answer.job.unpriced:
-        yield grid(
-            "Options without a price", ("", ""), [("not priced", ", ".join(answer.job.unpriced))]
-        )
+        unpriced = [("not priced", ", ".join(answer.job.unpriced))]
+        yield Table(("", ""), unpriced, title="Options without a price")
     if not answer.withheld:
-        yield from _advice(answer)
+        yield from _advice(answer, n)
 
 
-def _findings(title: str, rows: list[tuple[str, str, str]], last: str) -> Any:
+def _findings(title: str, rows: list[tuple[str, str, str]], last: str) -> Table:
     """A table of findings without columns that are empty."""
-    kept = [
-        n for n, name in enumerate(("what", "in its words", last)) if any(row[n] for row in rows)
-    ]
     names = ("what", "in its words", last)
-    return grid(title, [names[n] for n in kept], [[row[n] for n in kept] for row in rows])
+    kept = [k for k in range(len(names)) if any(row[k] for row in rows)]
+    return Table([names[k] for k in kept], [[row[k] for k in kept] for row in rows], title=title)
 
 
 def job_layout_words(by: Layout, gpus: int) -> str:
@@ -138,52 +129,56 @@ def answer_gap_words(answer: Answer) -> str:
     return f"the layout explains {ms(layout_s)} of {ms(gap_s)} above the best plan; {ms(gap_s - layout_s)} are left ({CAUSES})"
 
 
-def _ranks(answer: Answer) -> Any:
+def rank_table(answer: Answer, n: Numbers) -> Table:
+    """Layers and memory of each pipeline rank; whether it fits, if a verdict is given."""
     assert answer.plan is not None
-    memory = answer.cluster.device.memory_bytes
-    peaks = answer.plan.predicted.peak_memory_bytes
-    rows = []
+    memory, peaks = answer.cluster.device.memory_bytes, answer.plan.predicted.peak_memory_bytes
+    rows: list[list[Words]] = []
     for rank, (layers, peak) in enumerate(zip(answer.layers, peaks, strict=True)):
         ends = " + embedding" * (rank == 0) + " + loss" * (rank == len(peaks) - 1)
         count = " + ".join(map(str, layers))
         fits = "yes" if peak <= memory else f"{gib(peak - memory)} too much"
-        rows.append((str(rank), f"{count}{ends}", gib(peak), fits))
+        size = n.gib(f"predicted.peak_memory_bytes.{rank}")
+        rows.append([str(rank), f"{count}{ends}", size, fits])
     told = 3 if answer.withheld else 4
     names = ("rank", "layers", "peak", "fits")[:told]
-    kept = [row[:told] for row in rows]
-    return grid("Ranks of the pipeline", names, kept, right=(0, 2))
+    return Table(names, [row[:told] for row in rows], (0, 2), title="Ranks of the pipeline")
 
 
-def _parts(answer: Answer) -> Any:
+def _part_table(answer: Answer) -> Table:
     assert answer.plan is not None
     predicted = answer.plan.predicted
     memory = [
-        (MEMORY_WORDS.get(name, name), gib(size)) for name, size in predicted.memory.items() if size
+        (MEMORY_WORDS.get(name, name), gib(of)) for name, of in predicted.memory.items() if of
     ]
-    times = [
-        (TIME_WORDS.get(name, name), ms(seconds))
-        for name, seconds in predicted.breakdown.items()
-        if seconds
-    ]
-    size = max(len(memory), len(times))
-    memory += [("", "")] * (size - len(memory))
-    times += [("", "")] * (size - len(times))
-    rows = [(*m, *t) for m, t in zip(memory, times, strict=True)]
-    return grid("Fullest device, and a step", ("memory", "", "time", ""), rows, right=(1, 3))
+    times = [(TIME_WORDS.get(name, name), ms(of)) for name, of in predicted.breakdown.items() if of]
+    rows = [(*m, *t) for m, t in zip_longest(memory, times, fillvalue=("", ""))]
+    return Table(("memory", "", "time", ""), rows, (1, 3), title="Fullest device, and a step")
 
 
-def _advice(answer: Answer) -> Iterator[Any]:
-    if answer.changes:
-        assert answer.plan is not None
-        step_s = answer.plan.predicted.step_time_s
-        rows = [(", ".join(map(str, change.differences)), ms(change.step_time_s), f"{change.step_time_s / step_s - 1:+.1%}",
-                 gib(change.peak_bytes)) for change in answer.changes]  # fmt: skip
-        yield grid(
-            "Single changes that fit", ("change", "step", "slower", "peak"), rows, right=(1, 2, 3)
+def change_table(answer: Answer, n: Numbers) -> Table:
+    """The single changes with which the job fits, or that none was found."""
+    assert answer.plan is not None
+    step_s, title = answer.plan.predicted.step_time_s, "Single changes that fit"
+    rows = [
+        (
+            ", ".join(map(str, change.differences)),
+            n.ms(f"changes.{k}.step_time_s"),
+            f"{change.step_time_s / step_s - 1:+.1%}",
+            n.gib(f"changes.{k}.peak_bytes"),
         )
-    elif answer.plan is not None and not answer.is_sure:
-        yield grid("Single changes that fit", ("",), [("none of those tried",)])
-    yield grid("Best plan within this framework", ("",), [(line,) for line in _best_lines(answer)])
+        for k, change in enumerate(answer.changes)
+    ]
+    if not rows:
+        return Table(("",), [("none of those tried",)], title=title)
+    return Table(("change", "step", "slower", "peak"), rows, (1, 2, 3), title=title)
+
+
+def _advice(answer: Answer, n: Numbers) -> Iterator[Table]:
+    if answer.changes or (answer.plan is not None and not answer.is_sure):
+        yield change_table(answer, n)
+    best = [(line,) for line in _best_lines(answer)]
+    yield Table(("",), best, title="Best plan within this framework")
 
 
 def _best_lines(answer: Answer) -> Iterator[str]:
@@ -230,13 +225,17 @@ def answer_proof_words(answer: Answer) -> str:
     return f"{proved}: {words}" if is_proved else f"not proved in time: {words}; raise --time-limit"
 
 
+_OF_RUNS = ("window", "window_every", "parallel_block", "expert_bias", "family", "activation")
+"""Dimensions that no file of a job says."""
+
+
 def check_data(answer: Answer) -> dict[str, Any]:
     """The answer as JSON data: times in seconds, memory in bytes."""
     plan, best = answer.plan, answer.best
     return {
         "framework": answer.job.framework,
         "layout": asdict(answer.job.layout),
-        "model": asdict(answer.job.shape),
+        "model": {n: v for n, v in asdict(answer.job.shape).items() if n not in _OF_RUNS},
         "seq": answer.seq or None,
         "gpus": answer.cluster.num_devices,
         "findings": [asdict(finding) for finding in answer.findings],

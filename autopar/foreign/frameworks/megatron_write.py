@@ -6,11 +6,12 @@ from autopar.foreign.frameworks.megatron_layout import counted_stages, layout_te
 from autopar.foreign.frameworks.megatron_options import FP8_RECIPES, STRATEGIES
 from autopar.foreign.job import Exported, Facts, Job
 from autopar.foreign.limits.stage_cuts import even_stages
-from autopar.foreign.target import NotExpressible, nodes_of, torchrun
+from autopar.foreign.target import NotExpressible, nodes_of, said, torchrun
 from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
 _STRATEGIES = {zero: name for name, zero in STRATEGIES.items()}
+_POSITIONS = {"learned": "learned_absolute"}
 _RECIPES = {scaling: name for name, scaling in FP8_RECIPES.items()}
 
 
@@ -51,134 +52,119 @@ def _lacking(job: Job) -> list[str]:
 
 
 def _shape_flags(shape: ModelShape) -> dict[str, str]:
-    found = {
-        "num-layers": str(shape.layers),
-        "hidden-size": str(shape.hidden),
-        "ffn-hidden-size": str(shape.ffn),
-        "num-attention-heads": str(shape.heads),
-        "kv-channels": str(shape.head_dim),
-        "vocab-size": str(shape.vocab),
-        "position-embedding-type": {"learned": "learned_absolute"}.get(
-            shape.positions, shape.positions
-        ),
+    grouped = shape.kv_heads != shape.heads
+    latent = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+    found: dict[str, object] = {
+        "num-layers": shape.layers,
+        "hidden-size": shape.hidden,
+        "ffn-hidden-size": shape.ffn,
+        "num-attention-heads": shape.heads,
+        "kv-channels": shape.head_dim,
+        "vocab-size": shape.vocab,
+        "position-embedding-type": _POSITIONS.get(shape.positions, shape.positions),
+        "group-query-attention": grouped,
+        "num-query-groups": grouped and shape.kv_heads,
+        "swiglu": shape.gated,  # as in Llama and what followed
+        "normalization": shape.gated and "RMSNorm",
+        "disable-bias-linear": shape.gated or shape.experts > 0,
+        "untie-embeddings-and-output-weights": not shape.tied,
     }
-    if shape.kv_heads != shape.heads:
-        found |= {"group-query-attention": "", "num-query-groups": str(shape.kv_heads)}
-    if shape.gated:  # as in Llama and what followed
-        found |= {"swiglu": "", "normalization": "RMSNorm"}
-    found |= {"disable-bias-linear": ""} if shape.gated or shape.experts else {}
-    found |= {} if shape.tied else {"untie-embeddings-and-output-weights": ""}
     if shape.experts:
         found |= {
-            "num-experts": str(shape.experts),
-            "moe-router-topk": str(shape.top_k),
-            "moe-ffn-hidden-size": str(shape.moe_ffn),
+            "num-experts": shape.experts,
+            "moe-router-topk": shape.top_k,
+            "moe-ffn-hidden-size": shape.moe_ffn,
+            "moe-shared-expert-intermediate-size": shape.shared_ffn or None,
+            "moe-layer-freq": _layer_frequency(shape),
         }
-        found |= (
-            {"moe-shared-expert-intermediate-size": str(shape.shared_ffn)}
-            if shape.shared_ffn
-            else {}
-        )
-        dense = shape.first_dense
-        found |= {"moe-layer-freq": f"[0]*{dense}+[1]*{shape.layers - dense}"} if dense else {}
-        if bits := shape.expert_layers:
-            times, rest = divmod(shape.layers, len(bits))
-            parts = [f"[{','.join(bits)}]*{times}"] if times else []
-            parts += [f"[{','.join(bits[:rest])}]"] if rest else []
-            found["moe-layer-freq"] = "+".join(parts)
-    found |= {"mtp-num-layers": str(shape.mtp)} if shape.mtp else {}
-    if shape.latent:
-        names = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-        found |= {"multi-latent-attention": ""} | dict(
-            zip(names, map(str, shape.latent), strict=True)
-        )
-    return found
+    found |= {"mtp-num-layers": shape.mtp or None, "multi-latent-attention": bool(shape.latent)}
+    return said(found | dict(zip(latent, shape.latent, strict=False)))
+
+
+def _layer_frequency(shape: ModelShape) -> str | None:
+    """Which layers have experts, as text; None if all have."""
+    if bits := shape.expert_layers:
+        times, rest = divmod(shape.layers, len(bits))
+        parts = [f"[{','.join(bits)}]*{times}"] if times else []
+        parts += [f"[{','.join(bits[:rest])}]"] if rest else []
+        return "+".join(parts)
+    dense = shape.first_dense
+    return f"[0]*{dense}+[1]*{shape.layers - dense}" if dense else None
 
 
 def _layout_flags(job: Job) -> dict[str, str]:
     by = job.layout
-    found = {
-        "tensor-model-parallel-size": str(by.tp),
-        "pipeline-model-parallel-size": str(by.pp),
-        "context-parallel-size": str(by.cp),
-        "micro-batch-size": str(by.micro_batch),
-    }
-    found |= {"global-batch-size": str(by.global_batch)} if by.global_batch else {}
-    found |= {"expert-model-parallel-size": str(by.ep)} if by.ep > 1 else {}
-    found |= {"expert-tensor-parallel-size": str(by.etp)} if by.etp else {}
-    found |= {"sequence-parallel": ""} if by.sequence_parallel else {}
-    found |= {"use-tp-pp-dp-mapping": ""} if by.order else {}
-    if by.group:
-        found["microbatch-group-size-per-virtual-pipeline-stage"] = str(by.group)
+    found = said({
+        "tensor-model-parallel-size": by.tp,
+        "pipeline-model-parallel-size": by.pp,
+        "context-parallel-size": by.cp,
+        "micro-batch-size": by.micro_batch,
+        "global-batch-size": by.global_batch,
+        "expert-model-parallel-size": by.ep > 1 and by.ep,
+        "expert-tensor-parallel-size": by.etp,
+        "sequence-parallel": by.sequence_parallel,
+        "use-tp-pp-dp-mapping": bool(by.order),
+        "microbatch-group-size-per-virtual-pipeline-stage": by.group or None,
+    })  # fmt: skip
     return found | _stage_flags(by, job.shape) | _sharding_flags(by) | _recompute_flags(by)
 
 
 def _stage_flags(by: Layout, shape: ModelShape) -> dict[str, str]:
     if by.pp == 1:
         return {}
-    stages = by.pp * by.vpp
-    virtual = {"num-virtual-stages-per-pipeline-rank": str(by.vpp)} if by.vpp > 1 else {}
-    if not by.stages or by.stages == even_stages(sum(by.stages), stages):
+    stages, layers = by.pp * by.vpp, sum(by.stages)
+    even = not by.stages or by.stages == even_stages(layers, stages)
+    counted = not even and by.stages == counted_stages(layers, stages, True, True)
+    virtual = said({
+        "num-virtual-stages-per-pipeline-rank": by.vpp > 1 and by.vpp,
+        "account-for-embedding-in-pipeline-split": counted,
+        "account-for-loss-in-pipeline-split": counted,
+    })  # fmt: skip
+    if even or counted:
         return virtual
-    if by.stages == counted_stages(sum(by.stages), stages, True, True):
-        return virtual | {
-            "account-for-embedding-in-pipeline-split": "",
-            "account-for-loss-in-pipeline-split": "",
-        }
     return {"pipeline-model-parallel-layout": layout_text(by.stages, shape.mtp)}
 
 
 def _sharding_flags(by: Layout) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if by.zero == 1:
-        found = {"use-distributed-optimizer": ""}
-        found |= {"num-distributed-optimizer-instances": str(by.copies)} if by.copies > 1 else {}
-    elif by.zero > 1:
-        found = {
-            "use-megatron-fsdp": "",
-            "data-parallel-sharding-strategy": _STRATEGIES[by.zero],
-            "ckpt-format": "fsdp_dtensor",
-        }
-        found |= {"num-distributed-optimizer-instances": str(by.copies)} if by.copies > 1 else {}
-    if by.offload == "optimizer":
-        found |= {"optimizer-cpu-offload": "", "use-precision-aware-optimizer": ""}
-    return found
+    fsdp, offloads = by.zero > 1, by.offload == "optimizer"
+    return said({
+        "use-distributed-optimizer": by.zero == 1,
+        "use-megatron-fsdp": fsdp,
+        "data-parallel-sharding-strategy": fsdp and _STRATEGIES[by.zero],
+        "ckpt-format": fsdp and "fsdp_dtensor",
+        "num-distributed-optimizer-instances": by.zero > 0 and by.copies > 1 and by.copies,
+        "optimizer-cpu-offload": offloads,
+        "use-precision-aware-optimizer": offloads,
+    })  # fmt: skip
 
 
 def _recompute_flags(by: Layout) -> dict[str, str]:
-    if by.recompute == "selective":
-        return {"recompute-granularity": "selective"}
-    if by.recompute != "full":
-        return {}
-    method = "block" if by.recompute_layers else "uniform"
-    return {
-        "recompute-granularity": "full",
-        "recompute-method": method,
-        "recompute-num-layers": str(by.recompute_layers or 1),
-    }
+    full = by.recompute == "full"
+    return said({
+        "recompute-granularity": by.recompute if full or by.recompute == "selective" else None,
+        "recompute-method": full and ("block" if by.recompute_layers else "uniform"),
+        "recompute-num-layers": full and (by.recompute_layers or 1),
+    })  # fmt: skip
 
 
 def _facts_flags(facts: Facts, by: Layout) -> dict[str, str]:
-    found = {facts.precision: ""} if facts.precision in ("bf16", "fp16") else {}
-    if facts.fp8:
-        found |= {"fp8-format": "hybrid", "fp8-recipe": _RECIPES[facts.fp8]}
-    found |= {"grad-reduce-in-bf16": ""} if facts.grads == "bf16" else {}
-    if facts.dp_overlap:
-        found |= {"overlap-grad-reduce": ""} | ({"overlap-param-gather": ""} if by.zero else {})
-    found |= {"tp-comm-overlap": ""} if facts.tp_overlap and by.sequence_parallel else {}
-    found |= (
-        {"no-overlap-p2p-communication": ""} if facts.pp_overlap is False and by.vpp > 1 else {}
-    )
-    found |= {"optimizer": facts.optimizer} if facts.optimizer and facts.optimizer != "adam" else {}
-    found |= (
-        {"cross-entropy-loss-fusion": "", "cross-entropy-fusion-impl": "te"}
-        if facts.fused_loss
-        else {}
-    )
-    found |= {"no-gradient-accumulation-fusion": ""} if facts.fused_accumulation is False else {}
-    if facts.dropout is not None:
-        found |= {"hidden-dropout": f"{facts.dropout:g}", "attention-dropout": f"{facts.dropout:g}"}
-    return found
+    fused, dropout = bool(facts.fused_loss), None if facts.dropout is None else f"{facts.dropout:g}"
+    return said({
+        facts.precision: facts.precision in ("bf16", "fp16"),
+        "fp8-format": bool(facts.fp8) and "hybrid",
+        "fp8-recipe": bool(facts.fp8) and _RECIPES[facts.fp8],
+        "grad-reduce-in-bf16": facts.grads == "bf16",
+        "overlap-grad-reduce": facts.dp_overlap,
+        "overlap-param-gather": bool(facts.dp_overlap and by.zero),
+        "tp-comm-overlap": bool(facts.tp_overlap and by.sequence_parallel),
+        "no-overlap-p2p-communication": facts.pp_overlap is False and by.vpp > 1,
+        "optimizer": facts.optimizer if facts.optimizer not in (None, "", "adam") else None,
+        "cross-entropy-loss-fusion": fused,
+        "cross-entropy-fusion-impl": fused and "te",
+        "no-gradient-accumulation-fusion": facts.fused_accumulation is False,
+        "hidden-dropout": dropout,
+        "attention-dropout": dropout,
+    })  # fmt: skip
 
 
 def write_megatron(job: Job) -> Exported:

@@ -6,7 +6,7 @@ from autopar.foreign.frameworks.torchtitan_models import FLAVORS
 from autopar.foreign.frameworks.torchtitan_options import PARALLELISM, TRAINING, WRITTEN
 from autopar.foreign.job import Exported, Job
 from autopar.foreign.limits.stage_cuts import even_stages
-from autopar.foreign.target import NotExpressible, torchrun
+from autopar.foreign.target import NotExpressible, said, torchrun
 from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape
 
@@ -37,39 +37,29 @@ def torchtitan_flags(job: Job) -> dict[str, str]:
     dp = by.dp_on(job.gpus or by.tp * by.pp * by.cp)
     batch = by.batch_on(job.gpus or by.tp * by.pp * by.cp)
     replicas, shards = (by.copies, dp // by.copies) if by.zero else (dp, 1)
-    found = {
-        f"{PARALLELISM}data_parallel_replicate_degree": str(replicas),
-        f"{PARALLELISM}data_parallel_shard_degree": str(shards),
+    piped = by.pp > 1
+    whole = by.tp > 1 and not by.sequence_parallel
+    found: dict[str, object] = {
+        f"{PARALLELISM}data_parallel_replicate_degree": replicas,
+        f"{PARALLELISM}data_parallel_shard_degree": shards,
+        f"{PARALLELISM}tensor_parallel_degree": by.tp,
+        f"{PARALLELISM}context_parallel_degree": by.cp,
+        f"{PARALLELISM}pipeline_parallel_degree": by.pp,
+        f"{PARALLELISM}expert_parallel_degree": by.ep,
+        f"{PARALLELISM}enable_sequence_parallel": "False" if whole else None,
+        f"{PARALLELISM}fsdp_reshard_after_forward": "never" if by.zero == 2 else "always",
+        f"{TRAINING}local_batch_size": batch // dp if piped else by.micro_batch,
+        f"{TRAINING}global_batch_size": batch,
+        f"{TRAINING}seq_len": job.seq or None,
+        f"{PARALLELISM}pipeline_parallel_schedule": WRITTEN[by.schedule] if piped else None,
+        f"{PARALLELISM}pipeline_parallel_microbatch_size": by.micro_batch if piped else None,
+        **(_parts(by, job.shape) if piped else {}),
+        f"{TRAINING}disable_cuda_graphs": "True" if by.pp * by.ep > 1 else None,
+        "activation-checkpoint": _POLICIES[by.recompute],
+        f"{TRAINING}enable_cpu_offload": "True" if by.offload == "parameters" else None,
+        "compile.enable": None if job.facts.compile is None else str(job.facts.compile),
     }
-    found |= {
-        f"{PARALLELISM}tensor_parallel_degree": str(by.tp),
-        f"{PARALLELISM}context_parallel_degree": str(by.cp),
-    }
-    found |= {
-        f"{PARALLELISM}pipeline_parallel_degree": str(by.pp),
-        f"{PARALLELISM}expert_parallel_degree": str(by.ep),
-    }
-    found |= (
-        {}
-        if by.sequence_parallel or by.tp == 1
-        else {f"{PARALLELISM}enable_sequence_parallel": "False"}
-    )
-    found[f"{PARALLELISM}fsdp_reshard_after_forward"] = "never" if by.zero == 2 else "always"
-    local = batch // dp if by.pp > 1 else by.micro_batch
-    found |= {f"{TRAINING}local_batch_size": str(local), f"{TRAINING}global_batch_size": str(batch)}
-    found |= {f"{TRAINING}seq_len": str(job.seq)} if job.seq else {}
-    if by.pp > 1:
-        found |= {
-            f"{PARALLELISM}pipeline_parallel_schedule": WRITTEN[by.schedule],
-            f"{PARALLELISM}pipeline_parallel_microbatch_size": str(by.micro_batch),
-        }
-        found |= _parts(by, job.shape)
-    if by.pp * by.ep > 1:
-        found[f"{TRAINING}disable_cuda_graphs"] = "True"
-    found["activation-checkpoint"] = _POLICIES[by.recompute]
-    found |= {f"{TRAINING}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
-    compiled = job.facts.compile
-    return found if compiled is None else found | {"compile.enable": str(compiled)}
+    return said(found)
 
 
 def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:

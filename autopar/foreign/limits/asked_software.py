@@ -12,7 +12,7 @@ from autopar_cost_models.checks import nearest
 from autopar.errors import AutoparError, shown
 from autopar.foreign.limits.frameworks import limits_of
 from autopar.ir.cluster import Cluster
-from autopar.request.framework_names import FRAMEWORKS, framework_of
+from autopar.request.framework_names import FRAMEWORKS, foreign_name, framework_of
 from autopar.request.frameworks import RECIPE_OF_SCALING, software_as_pinned
 from autopar.request.plan_request import choose_precision
 from autopar.request.software import Software
@@ -66,6 +66,6 @@ def software_like(
         limits_of(target or "").software_for if name is None else partial(software_as_pinned, name)
     )
     base = own(generations.pop() if len(generations) == 1 else "", **facts)
-    framework = name or limits_of(target or "").software
+    framework = foreign_name(limits_of(target or "").software if name is None else name)
     own_parts = {name: getattr(parts, name) for name in parts.as_data()}
     return replace(base, framework=framework, **own_parts)

@@ -26,7 +26,7 @@ from autopar.foreign.measured.measured_run import (
     Transfer,
 )
 from autopar.ir.mesh import AXES
-from autopar.report.trace_check import read_trace
+from autopar.report.trace_diff import read_trace
 from autopar.text.units import ms
 
 _Event = Mapping[str, Any]

@@ -100,7 +100,7 @@ def saved_plan(
     def request(on: ClusterSpec) -> PlanRequest:
         return replace(request_of(plan, on), pin=pins)
 
-    traced = api.trace_spec(native, length, captured_in(plan.precision, plan.made_for.runnable))
+    traced = api.trace_spec(native, length, captured_in(plan.precision, not plan.framework))
     if as_planned(traced, plan).model_hash != plan.model_hash:
         raise AutoparError(
             f"the plan {path} was made for {plan.model_name} on sequences of {plan.made_for.seq} tokens, and not for {text} on {length}: "

@@ -4,9 +4,7 @@ gives, each with the fit, measurement or assumption that it comes from.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from autopar_cost_models import FITTED
 from autopar_cost_models.constants import DISPATCH_S, FP8_ROWWISE_RATE, OWN_OP_ISSUES
@@ -14,10 +12,8 @@ from autopar_cost_models.memory_error import SPREAD
 
 from autopar.foreign.published.defaults import TIED_TOLERANCE
 from autopar.request.frameworks import EAGER_ISSUE_S, NETWORK_SLOWS_HOST, ROUTING_OPERATIONS
-from autopar.text.tables import grid
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from autopar.text.replies import Reply
+from autopar.text.tables import Table
 
 PUBLISHED = "fit: step times of 156 published runs"
 MOST_CONSTANTS = 20
@@ -70,24 +66,16 @@ in `autopar_cost_models.constants`, each with its source.
 """
 
 
-def constants_json() -> str:
-    """The constants as JSON text: `constants` and `measured`, as lists."""
-    data = {"constants": [asdict(x) for x in CONSTANTS], "measured": [asdict(x) for x in MEASURED]}
-    return json.dumps(data, indent=1)
-
-
-def constants_table() -> Group:
-    """The constants as a table."""
-    from rich.console import Group
-    from rich.text import Text
-
+def constants_reply() -> Reply:
+    """The constants, each with where it comes from."""
     columns = ("constant", "value", "comes from")
     tables = [
-        grid(title, columns, [(x.name, f"{x.value:.3g}", x.origin) for x in found], (1,))
+        Table(columns, [(x.name, f"{x.value:.3g}", x.origin) for x in found], (1,), title=title)
         for title, found in (
             (f"Constants: {len(CONSTANTS)} of at most {MOST_CONSTANTS}", CONSTANTS),
             ("Measured here", MEASURED),
         )
     ]
     note = "Figures of devices, links and kernels that others published are in cost_models, each with its source."
-    return Group(*tables, Text(note))
+    data = {"constants": [asdict(x) for x in CONSTANTS], "measured": [asdict(x) for x in MEASURED]}
+    return Reply([*tables, note], data)

@@ -36,7 +36,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
 from autopar.models.shapes import config_of_shape
-from autopar.request.framework_names import is_nanotron
+from autopar.request.framework_names import foreign_name, is_nanotron
 from autopar.request.frameworks import SCALING_OF_RECIPE, fields_of
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
@@ -199,7 +199,9 @@ def _software(run: Run, generation: str) -> Software:
         found["routing_operations"] += bias_operations(run)
     if buffers := gather_buffer_bytes(run):
         found["workspace_bytes"] = buffers
-    return Software(compiled=run.software.compile, framework=run.software.framework, **found)
+    return Software(
+        compiled=run.software.compile, framework=foreign_name(run.software.framework), **found
+    )
 
 
 def model_of(run: Run, layers: int | None = None) -> nn.Module:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil, inf
 from typing import Any
 
 from autopar.foreign.published.options import Stated
-from autopar.foreign.published.run import Run, RunPrediction
+from autopar.foreign.published.run import Run, RunPrediction, row_of_layout
 from autopar.request.framework_names import is_nanotron, is_nvidia
 from autopar.request.frameworks import FrameworkJob, fields_of
 
@@ -27,36 +27,34 @@ def saves_where_tight(run: Run) -> bool:
 
 def run_job(run: Run) -> FrameworkJob:
     """The job of a run."""
-    by, precision, software = run.layout, run.precision, run.software
-    return FrameworkJob(
-        framework=software.framework,
-        year=software.year,
-        compute=precision.compute,
-        matmul=precision.matmul,
-        recipe=precision.recipe,
-        gradients=precision.grads,
-        zero=by.zero,
-        sharding=software.sharding,
-        dp=by.dp_on(run.machine.gpus),
-        tp=by.tp,
-        pp=by.pp,
-        sequence_parallel=by.sequence_parallel,
-        scatters_messages=software.scatter_gather_p2p,
-        compiled=software.compile,
-        gpu=run.machine.gpu,
-        experts=run.shape.experts,
-        drops_tokens=software.drops_tokens,
-        dispatches_once=software.deepep,
-        sequential_experts=software.sequential_experts,
-        expert_bias=run.shape.expert_bias,
-    )
+    row: Stated = {"gpu": run.machine.gpu, "experts": run.shape.experts}
+    row |= {"expert_bias": run.shape.expert_bias} | row_of_layout(run.layout, run.machine.gpus)
+    for part in (run.precision, run.software):
+        row |= {f.name: getattr(part, f.name) for f in fields(part)}
+    return job_of_row(row)
+
+
+_AS_IN_ROWS = {
+    "gradients": "grads",
+    "sequence_parallel": "sp",
+    "scatters_messages": "scatter_gather_p2p",
+    "compiled": "compile",
+    "dispatches_once": "deepep",
+}
+"""Fields of `FrameworkJob` that rows have under another name."""
+
+
+def job_of_row(row: Stated) -> FrameworkJob:
+    """The job of a row, as far as its fields are known."""
+    names = {f.name: _AS_IN_ROWS.get(f.name, f.name) for f in fields(FrameworkJob)}
+    return FrameworkJob(**{name: row[of] for name, of in names.items() if of in row})
 
 
 def by_framework(field: str, otherwise: Any = None) -> Callable[[Stated], Any]:
     """A function from the fields of a row to the value of a field of `Software` in the row's
     framework, or to `otherwise` if no rule decides it.
     """
-    return lambda row: fields_of(_job_of_row(row)).get(field, otherwise)
+    return lambda row: fields_of(job_of_row(row)).get(field, otherwise)
 
 
 def printed_scope(framework: str) -> str:
@@ -110,21 +108,3 @@ def offloaded(run: Run, prediction: RunPrediction) -> RunPrediction:
     moved = min(ceil(over / layer_bytes), run.shape.layers - 2)
     size_bytes = prediction.peak_memory_bytes - moved * layer_bytes
     return replace(prediction, peak_memory_bytes=size_bytes)
-
-
-def _job_of_row(row: Stated) -> FrameworkJob:
-    return FrameworkJob(
-        framework=row["framework"],
-        year=row["year"],
-        compute=row["compute"],
-        matmul=row["matmul"],
-        recipe=row["recipe"],
-        gradients=row["grads"],
-        zero=row["zero"],
-        sharding=row["sharding"],
-        dp=row["dp"],
-        tp=row["tp"],
-        pp=row["pp"],
-        sequence_parallel=row["sp"],
-        scatters_messages=row.get("scatter_gather_p2p", False),
-    )

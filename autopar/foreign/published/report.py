@@ -4,12 +4,11 @@ here.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar_cost_models.constants import GIB
 from autopar_cost_models.memory_error import FIT_CHANCE, SPREAD
@@ -33,11 +32,8 @@ from autopar.foreign.published.score import (
     select,
 )
 from autopar.foreign.published.score import Group as LayoutGroup
-from autopar.text.tables import Grid, grid
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
+from autopar.text.replies import Field, Reply, field_table, records
+from autopar.text.tables import Table
 
 SURE = 0.9
 """Chance to fit below which a prediction is marked as near the limit of memory."""
@@ -47,11 +43,11 @@ REPORT_WIDTH = 150
 """Width of the tables in columns if stdout is not a terminal."""
 
 
-# ------------------------------------------------------------------------------------------------------------------------- JSON
+def report_reply(predictions: Predictions, by: str | None = None) -> Reply:
+    """Predicted runs, runs that were not predicted, and scores.
 
-
-def report_json(predictions: Predictions, by: str | None = None) -> str:
-    """The report as JSON text. Values that cannot be computed are null.
+    `by`, a key of `GROUPINGS`, adds scores of each group. The JSON has, with null for what cannot be
+    computed:
 
     - `rows`: one object per predicted run, with `id`, `predicted_step_time_s`,
       `predicted_peak_memory_bytes`, `breakdown` (seconds), the measurements, the errors, whether it
@@ -62,154 +58,74 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
       row has the same as texts.
     - `scores`: of `all` scored runs, of `selections` by name, and of `groups` if `by` is set.
     """
-    scored = predictions.scored
-    scores: dict[str, Any] = {"all": asdict(score(scored, predictions.out_of_memory))}
-    scores["selections"] = {
-        name: asdict(score(select(scored, name), select(predictions.out_of_memory, name)))
-        for name in SELECTIONS
-    }
-    if by is not None:
-        scores["groups"] = {name: asdict(of) for name, of in _group_scores(scored, by).items()}
-    data = {
-        "files": list(predictions.paths),
-        "rows": [_row(result) for result in predictions.results],
-        "out_of_memory": [_row(result) for result in predictions.out_of_memory],
-        "not_predicted": [asdict(problem) for problem in predictions.problems],
-        "assumed": [asdict(of) | {"runs": runs} for of, runs in _assumed(predictions)],
-        "scores": scores,
-    }
-    return json_text(data)
-
-
-def json_text(data: Any) -> str:
-    """JSON of plain data, with null where a number is not finite."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False)
-
-
-def _group_scores(scored: Sequence[Scored], by: str | None) -> dict[str, Scores]:
-    return {name: score(of) for name, of in grouped(scored, by).items()} if by is not None else {}
-
-
-def _row(result: Scored) -> dict[str, Any]:
-    run, predicted = result.run, result.prediction
-    return {
-        "id": run.id,
-        "predicted_step_time_s": predicted.step_time_s,
-        "predicted_peak_memory_bytes": predicted.peak_memory_bytes,
-        "breakdown": dict(predicted.breakdown),
-        "measured_step_time_s": run.measured.step_time_s,
-        "measured_memory_bytes": run.measured.memory_bytes,
-        "memory_scope": run.measured.memory_scope,
-        "step_time_error": result.time_error,
-        "memory_error": result.memory_error,
-        "fits": result.fits,
-        "fit_chance": result.fit_chance,
-        "rejected": result.rejected,
-        "near_limit": (result.fit_chance or 1.0) < SURE,
-        "scored": run.complete,
-        "defaulted": list(run.defaulted),
-        "assumed": list(map(str, assumed_of(run))),
-        "ignored_options": list(run.ignored),
-    }
-
-
-def _finite(data: Any) -> Any:
-    """`data` with NaN and infinities, which JSON lacks, replaced by None."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not isfinite(data) else data
-
-
-# ----------------------------------------------------------------------------------------------------------------------- tables
-
-
-def report_table(predictions: Predictions, by: str | None = None) -> Group:
-    """The report as a rich renderable: predicted runs, runs that were not predicted, scores. `by`,
-    a key of `GROUPINGS`, adds scores of each group.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    scored = predictions.scored
-    parts: list[Any] = [_rows(predictions)]
-    if assumed := _assumed(predictions):
-        parts.append(_assumed_table(assumed))
-    if predictions.problems:
-        complete = sum(problem.complete for problem in predictions.problems)
-        title = f"Not predicted: {len(predictions.problems)}, of which {complete} complete"
-        reasons = [(problem.id, problem.reason) for problem in predictions.problems]
-        parts.append(text_grid(title, ("row", "reason"), reasons))
-    everything = score(scored, predictions.out_of_memory)
-    sets = {"all": everything} | {
-        name: score(select(scored, name), select(predictions.out_of_memory, name))
-        for name in SELECTIONS
-        if select(scored, name)
-    }
-    groups = _group_scores(scored, by)
-    parts.append(_time_table("Step time", "runs", sets))
-    if by is not None:
-        parts.append(_time_table(f"Step time by {by}", by, groups))
-    parts += [_worst(everything), _ranking(everything), _memory_table("Memory", "runs", sets)]
-    if by is not None:
-        parts.append(_memory_table(f"Memory by {by}", by, groups))
-    if everything.memory.out_of_memory:
-        parts += _chances(everything.memory)
-    lines = _verdicts(everything)
-    ignored = sorted({option for result in predictions.results for option in result.run.ignored})
-    if ignored:
-        lines.append(
-            f"Options that are not known, and make their runs incomplete: {', '.join(ignored)}"
-        )
-    lines.append(
-        f"{len(scored)} complete runs are scored, {len(predictions.results) - len(scored)} incomplete ones only predicted."
-    )
-    return Group(*parts, *map(Text, lines))
-
-
-def _rows(predictions: Predictions) -> Grid:
-    rows = []
-    for result in (*predictions.results, *predictions.out_of_memory):
-        run, predicted, measured = result.run, result.prediction, result.run.measured
-        analytic = " (analytic)" if measured.memory_scope == "analytic" else ""
-        rows.append(
-            (
-                run.id + ("" if run.complete else " (incomplete)"),
-                run_layout_words(run),
-                _seconds(predicted.step_time_s),
-                "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
-                _signed(result.time_error),
-                _gib(predicted.peak_memory_bytes) + _limit_mark(result),
-                _gib(measured.memory_bytes) + analytic,
-                _signed(result.memory_error),
-            )
-        )
-    columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
-    table = text_grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
-    table.caption = (
+    scored, failed, assumed = predictions.scored, predictions.out_of_memory, _assumed(predictions)
+    everything = score(scored, failed)
+    selections = {name: score(select(scored, name), select(failed, name)) for name in SELECTIONS}
+    grouping = grouped(scored, by) if by is not None else {}
+    groups = {name: score(of) for name, of in grouping.items()}
+    sets = {"all": everything}
+    sets |= {name: of for name, of in selections.items() if select(scored, name)}
+    runs = field_table(_RUN, [*predictions.results, *failed], "Runs")
+    runs.caption = (
         "! hardly fits the GPU; ~ may not fit: near the limit runs took several times as long\n"
     )
-    return table
+    parts: list[str | Table] = [runs]
+    if assumed:
+        parts.append(field_table(_ASSUMED, assumed, "Assumed where rows do not say it"))
+    if problems := predictions.problems:
+        complete = sum(problem.complete for problem in problems)
+        title = f"Not predicted: {len(problems)}, of which {complete} complete"
+        reasons = [(problem.id, problem.reason) for problem in problems]
+        parts.append(Table(("row", "reason"), reasons, title=title))
+    parts.append(_scores("Step time", "runs", _TIME, sets))
+    parts += [_scores(f"Step time by {by}", str(by), _TIME, groups)] if by is not None else []
+    worst = [(name, _signed(error)) for name, error in everything.time.worst]
+    parts.append(Table(("run", "error"), worst, (1,), title="Worst step times"))
+    parts += [_ranking(everything), _scores("Memory", "runs", _MEMORY, sets)]
+    parts += [_scores(f"Memory by {by}", str(by), _MEMORY, groups)] if by is not None else []
+    parts += _chances(everything.memory) if everything.memory.out_of_memory else []
+    parts += _verdicts(everything)
+    if ignored := sorted({option for of in predictions.results for option in of.run.ignored}):
+        parts.append(
+            f"Options that are not known, and make their runs incomplete: {', '.join(ignored)}"
+        )
+    only = len(predictions.results) - len(scored)
+    parts.append(f"{len(scored)} complete runs are scored, {only} incomplete ones only predicted.")
+    scores: dict[str, Any] = {"all": asdict(everything)}
+    scores["selections"] = {name: asdict(of) for name, of in selections.items()}
+    if by is not None:
+        scores["groups"] = {name: asdict(of) for name, of in groups.items()}
+    data = {
+        "files": list(predictions.paths),
+        "rows": records(_RUN, predictions.results),
+        "out_of_memory": records(_RUN, failed),
+        "not_predicted": [asdict(problem) for problem in problems],
+        "assumed": records(_ASSUMED, assumed),
+        "scores": scores,
+    }
+    return Reply(parts, data)
+
+
+def _measured_words(result: Scored) -> str:
+    measured = result.run.measured
+    return "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s)
+
+
+def _memory_words(result: Scored) -> str:
+    """The predicted memory, with a mark of a layout that is rejected, or that may not fit its GPU."""
+    mark = " !" if result.rejected else " ~" if (result.fit_chance or 1.0) < SURE else ""
+    return _gib(result.prediction.peak_memory_bytes) + mark
+
+
+def _held_words(result: Scored) -> str:
+    measured = result.run.measured
+    return _gib(measured.memory_bytes) + " (analytic)" * (measured.memory_scope == "analytic")
 
 
 def _assumed(predictions: Predictions) -> list[tuple[Assumed, int]]:
     return assumed_counts(
         result.run for result in (*predictions.results, *predictions.out_of_memory)
     )
-
-
-def _assumed_table(assumed: Iterable[tuple[Assumed, int]]) -> Grid:
-    rows = [(of.what, of.rule, of.reason, str(runs)) for of, runs in assumed]
-    title = "Assumed where rows do not say it"
-    return text_grid(title, ("what", "assumed", "because", "runs"), rows, right=(3,))
-
-
-def _limit_mark(result: Scored) -> str:
-    """The mark of a layout that is rejected, or that may not fit its GPU."""
-    if result.rejected:
-        return " !"
-    return " ~" if (result.fit_chance or 1.0) < SURE else ""
 
 
 def run_layout_words(run: Run) -> str:
@@ -229,61 +145,16 @@ def run_layout_words(run: Run) -> str:
     return " ".join([*words, run.precision.matmul])
 
 
-def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
-    rows = [
-        (
-            name,
-            str(t.count),
-            finite_percent(t.mape),
-            finite_percent(t.median),
-            _signed(t.bias),
-            finite_percent(t.within_10),
-        )
-        for name, t in ((name, scores.time) for name, scores in sets.items())
-    ]
-    columns = (what, "runs", "MAPE", "median", "bias", "within 10 %")
-    return text_grid(title, columns, rows, right=range(1, 6))
-
-
-def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Grid:
-    rows = [
-        (
-            name,
-            str(m.count),
-            finite_percent(m.mape),
-            finite_percent(m.median),
-            _signed(m.bias),
-            str(len(m.under)),
-            _share(len(m.far_under), m.count),
-            f"{len(m.rejected)} of {m.judged}",
-            f"{len(m.accepted)} of {m.out_of_memory}",
-        )
-        for name, m in ((name, scores.memory) for name, scores in sets.items())
-    ]
-    columns = (
-        what,
-        "measured",
-        "MAPE",
-        "median",
-        "bias",
-        "over 10 % low",
-        "over 15 % low",
-        "ran, but rejected",
-        "failed, but accepted",
-    )
-    return text_grid(title, columns, rows, right=range(1, 9))
+def _scores(title: str, what: str, fields: Sequence[Field], sets: dict[str, Scores]) -> Table:
+    """A row for each named set of runs, of which `what` says how it is named."""
+    return field_table((Field("", lambda row: row[0], what), *fields), sets.items(), title)
 
 
 def _share(count: int, of: int) -> str:
     return f"{count} ({finite_percent(count / of)})" if of else "-"
 
 
-def _worst(scores: Scores) -> Grid:
-    rows = [(name, _signed(error)) for name, error in scores.time.worst]
-    return text_grid("Worst step times", ("run", "error"), rows, right=(1,))
-
-
-def _ranking(scores: Scores) -> Grid:
+def _ranking(scores: Scores) -> Table:
     rank = scores.rank
     rows: list[tuple[str, ...]] = [
         (group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups
@@ -313,14 +184,14 @@ def _ranking(scores: Scores) -> Grid:
         "regret of the top",
         "pairs over 10 % apart in order",
     )
-    return text_grid("Ranking", columns, rows, right=(1, 2, 3, 4))
+    return Table(columns, rows, (1, 2, 3, 4), title="Ranking")
 
 
 def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
     return _number(of.spearman), finite_percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
-def _chances(memory: MemoryScore) -> list[Grid]:
+def _chances(memory: MemoryScore) -> list[Table]:
     """The reliability table of the chances in use, and of those with each fitted spread."""
     found = [_reliability(f"Chances to fit, spread {SPREAD}", memory.reliability)]
     for fit in memory.spreads:
@@ -331,7 +202,7 @@ def _chances(memory: MemoryScore) -> list[Grid]:
     return found
 
 
-def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
+def _reliability(title: str, rows: Iterable[Reliability]) -> Table:
     texts = [
         (
             f"{finite_percent(r.low)} to {finite_percent(r.high)}",
@@ -342,7 +213,7 @@ def _reliability(title: str, rows: Iterable[Reliability]) -> Grid:
         for r in rows
     ]
     columns = ("chance to fit", "layouts", "mean chance", "ran")
-    return text_grid(title, columns, texts, right=(1, 2, 3))
+    return Table(columns, texts, (1, 2, 3), title=title)
 
 
 def _verdicts(scores: Scores) -> list[str]:
@@ -385,15 +256,6 @@ def _sure_words(memory: MemoryScore) -> str:
         f"{finite_percent(len(memory.unsure) / memory.judged)} of the {memory.judged} layouts that ran have a lower chance, and "
         f"{finite_percent(known / printed if printed else nan)} of the {printed} whose recomputation is printed."
     )
-
-
-def text_grid(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
-) -> Grid:
-    """A table of plain text. Texts from the file are not interpreted as markup."""
-    from rich.text import Text
-
-    return grid(title, columns, (list(map(Text, row)) for row in rows), right)
 
 
 def _seconds(value: float | None) -> str:
@@ -469,3 +331,63 @@ def _of_machine(run: Run) -> Iterable[Assumed]:
 def assumed_counts(runs: Iterable[Run]) -> list[tuple[Assumed, int]]:
     """(what is assumed, for how many of the runs), the most frequent first."""
     return Counter(assumed for run in runs for assumed in assumed_of(run)).most_common()
+
+
+_RUN = (
+    Field("id", lambda r: r.run.id),
+    Field("", lambda r: r.run.id + " (incomplete)" * (not r.run.complete), "run"),
+    Field("", lambda r: run_layout_words(r.run), "layout"),
+    Field("predicted_step_time_s", lambda r: r.prediction.step_time_s, "step s", _seconds),
+    Field("predicted_peak_memory_bytes", lambda r: r.prediction.peak_memory_bytes),
+    Field("breakdown", lambda r: dict(r.prediction.breakdown)),
+    Field("measured_step_time_s", lambda r: r.run.measured.step_time_s),
+    Field("", _measured_words, "measured", str),
+    Field("measured_memory_bytes", lambda r: r.run.measured.memory_bytes),
+    Field("memory_scope", lambda r: r.run.measured.memory_scope),
+    Field("step_time_error", lambda r: r.time_error, "error", _signed),
+    Field("", _memory_words, "memory GiB", str),
+    Field("", _held_words, "measured", str),
+    Field("memory_error", lambda r: r.memory_error, "error", _signed),
+    Field("fits", lambda r: r.fits),
+    Field("fit_chance", lambda r: r.fit_chance),
+    Field("rejected", lambda r: r.rejected),
+    Field("near_limit", lambda r: (r.fit_chance or 1.0) < SURE),
+    Field("scored", lambda r: r.run.complete),
+    Field("defaulted", lambda r: list(r.run.defaulted)),
+    Field("assumed", lambda r: list(map(str, assumed_of(r.run)))),
+    Field("ignored_options", lambda r: list(r.run.ignored)),
+)
+"""The facts of a predicted run."""
+_ASSUMED = (
+    Field("what", lambda pair: pair[0].what, "what"),
+    Field("rule", lambda pair: pair[0].rule, "assumed"),
+    Field("reason", lambda pair: pair[0].reason, "because"),
+    Field("runs", lambda pair: pair[1], "runs", str),
+)
+"""The facts of something that is assumed, and for how many runs."""
+
+
+def _of(part: str, head: str, get: Callable[[Any], Any], words: Callable[[Any], str]) -> Field:
+    """A column of the scores of named sets of runs, of their `time` or `memory`."""
+    return Field("", lambda row: get(getattr(row[1], part)), head, words)
+
+
+_TIME = (
+    _of("time", "runs", lambda t: t.count, str),
+    _of("time", "MAPE", lambda t: t.mape, finite_percent),
+    _of("time", "median", lambda t: t.median, finite_percent),
+    _of("time", "bias", lambda t: t.bias, _signed),
+    _of("time", "within 10 %", lambda t: t.within_10, finite_percent),
+)
+"""The scores of step times."""
+_MEMORY = (
+    _of("memory", "measured", lambda m: m.count, str),
+    _of("memory", "MAPE", lambda m: m.mape, finite_percent),
+    _of("memory", "median", lambda m: m.median, finite_percent),
+    _of("memory", "bias", lambda m: m.bias, _signed),
+    _of("memory", "over 10 % low", lambda m: len(m.under), str),
+    _of("memory", "over 15 % low", lambda m: _share(len(m.far_under), m.count), str),
+    _of("memory", "ran, but rejected", lambda m: f"{len(m.rejected)} of {m.judged}", str),
+    _of("memory", "failed, but accepted", lambda m: f"{len(m.accepted)} of {m.out_of_memory}", str),
+)
+"""The scores of memory."""

@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, shown
 from autopar.ir.layout import Layout
 from autopar.ir.model_shape import ModelShape, check_known
 from autopar.request.frameworks import SHARDINGS
-from autopar.request.pins import is_recompute
+from autopar.request.pins import PINS
 
 _SCHEDULES = ("none", *SCHEDULES, "dual_pipe")
 _DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
@@ -169,9 +169,11 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Run:
     """One measured run, on sequences of `seq` tokens. A `one_layer` run timed one layer alone,
-    without embedding, head or optimizer. `complete`: the source printed everything that matters, and no option is
-    unknown, so the run is scored. `defaulted` names unpublished fields that `defaults.DEFAULTS` filled in. `ignored`
-    lists unknown options.
+    without embedding, head or optimizer.
+
+    `complete`: the source printed everything that matters, and no option is unknown, so the run is
+    scored. `defaulted` names unpublished fields that `defaults.DEFAULTS` filled in. `ignored` lists
+    unknown options.
     """
 
     id: str
@@ -199,8 +201,8 @@ class Run:
             ranks = by.tp * by.pp * by.cp * dp
             raise AutoparError(f"{product} = {ranks} ranks, but there are {self.machine.gpus} GPUs")
         check_known("schedule", by.schedule, _SCHEDULES)
-        if not is_recompute(by.recompute):
-            raise AutoparError(f"recompute={shown(by.recompute)} is not known; see the pin")
+        if wrong := PINS["recompute"].check(by.recompute):
+            raise AutoparError(f"recompute={shown(by.recompute)} {wrong}")
         if by.zero not in (0, 1, 2, 3):
             raise AutoparError(f"zero={shown(by.zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if by.vpp > 1 and by.pp == 1:

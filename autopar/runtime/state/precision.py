@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.ir.plan_checks import HALF
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive
 
@@ -33,10 +34,6 @@ PRECISION_DTYPES = {
 """The precisions that the engine runs, with the dtype of forward and backward."""
 
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
-
-HALF = ("bf16", "fp16")
-"""Precisions whose master weights have another dtype than the graphs."""
-
 
 NAMES = {dtype: name for name, dtype in PRECISION_DTYPES.items()}
 
@@ -110,12 +107,12 @@ def _short(dtype: torch.dtype) -> str:
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def captured_in(precision: str | None, runnable: bool) -> str | None:
-    """The precision in which to capture a model: `precision` itself for a program that will run,
-    and for fp32 and fp64. A prediction in half precision gets None, which means the model's own:
-    the cost models know what stays in fp32.
+def captured_in(precision: str | None, runs_here: bool) -> str | None:
+    """The precision in which to capture a model: `precision` itself for a program that the engine
+    will run, and for fp32 and fp64. A prediction of other software in half precision gets None,
+    which means the model's own: the cost models know what stays in fp32.
     """
-    return precision if runnable or precision not in HALF else None
+    return precision if runs_here or precision not in HALF else None
 
 
 def master_dtype(precision: str) -> torch.dtype:

@@ -46,7 +46,7 @@ def planned(traced, target: str | None, **pin: object) -> Plan:
 
 
 def _planned(traced, target: str | None, pin: dict[str, object]) -> Plan:
-    request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, SPEC.name)
+    request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", SPEC.name)
     if target:
         request = request.within(TARGETS[target].limits.restriction(shape_of_spec(SPEC), 256))
     return api.plan_traced(traced, request, 30.0)
@@ -57,7 +57,7 @@ def test_a_plan_of_a_target_is_in_a_precision_that_it_can_say(traced, name: str)
     restriction, said = restriction_of(name, shape_of_spec(SPEC), 256), []
     pins = Pins.of({"dp": 4, "tp": 1, "pp": 1, "cp": 1, "micro_batch": 4})
     for precision in ("bf16", "fp16", "fp32"):
-        request = PlanRequest(CLUSTER, 16, pins, precision, False, SPEC.name)
+        request = PlanRequest(CLUSTER, 16, pins, precision, SPEC.name)
         try:
             request = request.within(restriction)
         except AutoparError as error:
@@ -107,7 +107,7 @@ def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on() -> None:
         "moe:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,seq=256,experts=4"
     )
     shape = shape_of_spec(spec)
-    request = PlanRequest(CLUSTER, 16, Pins.of({"tp": 2, "ep": 2}), "bf16", False, spec.name)
+    request = PlanRequest(CLUSTER, 16, Pins.of({"tp": 2, "ep": 2}), "bf16", spec.name)
     traced = api.trace_spec(spec, 256)
     titan = request.within(TARGETS["torchtitan"].limits.restriction(shape, 256))
     with pytest.raises(AutoparError, match="has whole experts beside tp"):
@@ -125,7 +125,7 @@ def test_the_loss_of_a_router_is_no_activation_that_layers_hand_on() -> None:
 
 
 def within(traced, spec, name: str, **pin: object) -> Plan:
-    request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, spec.name)
+    request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", spec.name)
     request = request.within(restriction_of(name, shape_of_spec(spec), 256))
     return api.plan_traced(traced, request, 30.0)
 
@@ -240,7 +240,7 @@ def test_the_plan_is_the_fastest_with_these_stages(deep) -> None:
                     for schedule in ("1f1b", "gpipe"):
                         pin = {"pp": 2, "tp": tp, "zero": zero, "micro_batch": micro, "recompute": recompute,
                                "schedule": schedule, "stages": "6-4", "sequence_parallel": True}  # fmt: skip
-                        request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", False, DEEP.name)
+                        request = PlanRequest(CLUSTER, 16, Pins.of(pin), "bf16", DEEP.name)
                         try:
                             found.append(api.plan_traced(deep, request, 30.0).predicted.step_time_s)
                         except AutoparError as error:

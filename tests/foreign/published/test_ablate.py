@@ -17,7 +17,7 @@ from autopar.foreign.published import ablate as module
 from autopar.foreign.published.ablate import GENERATIONS, MECHANISMS, Mechanism, ablate
 from autopar.foreign.published.evaluate import case_of, evaluate
 from autopar.foreign.published.fit import FREE_CONSTANTS
-from autopar.foreign.published.fit_report import ablation_json, ablation_table
+from autopar.foreign.published.fit_report import ablation_reply
 from autopar.foreign.published.runs import read_runs
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
@@ -261,11 +261,11 @@ def test_mape_with_and_without(runs):
         and not moon.changed
     )
 
-    data = json.loads(ablation_json(found))
+    data = json.loads(ablation_reply(found).json())
     assert [each["mechanism"] for each in data["without"]] == ["pipeline bubble", "fp8", "moon"]
     assert data["without"][0]["changed"] == ["gpt"] and data["mape"] == pytest.approx(0.0)
     console = Console(width=200, record=True, force_terminal=False)
-    console.print(ablation_table(found))
+    console.print(ablation_reply(found))
     text = console.export_text()
     assert "ranks never wait" in text and "2 refused" in text and "approximation" in text
 
@@ -283,9 +283,9 @@ def test_a_mechanism_that_holds_memory(runs):
     assert buffers.memory_errors == pytest.approx({"nanotron": -held / size_bytes})
     assert buffers.memory_changed == ("nanotron",) and not buffers.changed
     assert bubble.memory_errors == found.memory_errors and not bubble.memory_changed
-    assert json.loads(ablation_json(found))["without"][0]["memory_changed"] == ["nanotron"]
+    assert json.loads(ablation_reply(found).json())["without"][0]["memory_changed"] == ["nanotron"]
     console = Console(width=200, record=True, force_terminal=False)
-    console.print(ablation_table(found))
+    console.print(ablation_reply(found))
     assert "Memory of 1 runs without one mechanism" in console.export_text()
 
 

@@ -13,7 +13,7 @@ from support.published_rows import GPT, LLAMA, MOE, write
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.foreign.published.command import predict_file, predict_files
-from autopar.foreign.published.report import report_json, report_table
+from autopar.foreign.published.report import report_reply
 from autopar.foreign.published.run import Run, RunPrediction
 
 OOM = "OOM also published here for TP4 PP2 DP2 mb1"
@@ -63,19 +63,19 @@ def test_several_files_are_one_set(tmp_path):
     assert [p.reason for p in found.problems] == [
         f"the id 'gpt' is in {files[1]} and in a file before it"
     ]
-    assert json.loads(report_json(found))["files"] == list(map(str, files))
+    assert json.loads(report_reply(found))["files"] == list(map(str, files).json())
 
 
 def test_an_unknown_option_makes_a_row_incomplete(tmp_path):
     found = predict_file(write(tmp_path, GPT | {"extra_opts": "telepathy"}), invented)
     assert found.results and not found.scored
     console = Console(width=200, record=True, force_terminal=False)
-    console.print(report_table(found))
+    console.print(report_reply(found))
     assert "telepathy" in console.export_text()
 
 
 def test_json(predictions):
-    data = json.loads(report_json(predictions, "dtype"))
+    data = json.loads(report_reply(predictions, "dtype").json())
     row = data["rows"][0]
     assert (
         row["id"] == "gpt"
@@ -114,7 +114,7 @@ def test_no_rate_is_taken_for_a_system_and_the_network_is_printed(tmp_path, gbps
         GPT | {"id": gpu, "gpu": gpu, "nic_gbps_per_gpu": gbps}
         for gpu in ("A100-80G", "A100-40G", "H100", "L40S")
     ]
-    data = json.loads(report_json(predict_file(write(tmp_path, *rows), invented)))
+    data = json.loads(report_reply(predict_file(write(tmp_path, *rows), invented)).json())
     said = {row["id"]: row["assumed"] for row in data["rows"]}
     for gpu, words in {
         "A100-80G": "dgx-a100-80g",
@@ -129,7 +129,7 @@ def test_no_rate_is_taken_for_a_system_and_the_network_is_printed(tmp_path, gbps
 
 def test_tables(predictions):
     console = Console(width=200, record=True, force_terminal=False)
-    console.print(report_table(predictions, "source"))
+    console.print(report_reply(predictions, "source"))
     text = console.export_text()
     expected = [
         "tp2 pp2 dp4 mb2 recompute full",

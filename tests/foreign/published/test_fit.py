@@ -12,7 +12,7 @@ from autopar_cost_models import FITTED
 
 from autopar.errors import AutoparError
 from autopar.foreign.published.fit import FREE_CONSTANTS, fit_constants, sensitivities
-from autopar.foreign.published.fit_report import fit_json, fit_table
+from autopar.foreign.published.fit_report import fits_reply
 
 PLACE = {name: place for place, name in enumerate(FREE_CONSTANTS)}
 
@@ -72,8 +72,11 @@ def test_a_source_that_is_left_out_is_not_seen():
     assert [e for e in found.left_out["b"].values()] == pytest.approx([-0.5] * 10)
     assert all(e > 0.3 for e in found.left_out["a"].values())
     families = dict.fromkeys(found.errors, "gpt")
-    assert "left_out_mape" in fit_json(found) and fit_table(found, families)
-    assert [part["by"] for part in json.loads(fit_json(found, found))] == ["source", "source"]
+    assert "left_out_mape" in fits_reply([found], families).json()
+    assert [part["by"] for part in json.loads(fits_reply([found, found], families).json())] == [
+        "source",
+        "source",
+    ]
 
 
 def test_what_is_not_measured_or_not_predicted_is_left_aside():

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from autopar.errors import AutoparError
-from autopar.files import path_of, reason_of
 
 _NEEDED = {
     "X": ("name", "pid", "tid", "ts", "dur"),
@@ -22,22 +15,6 @@ _NEEDED = {
 }
 _CLOSE_US = 1e-3
 """By how many microseconds slices may overlap through rounding."""
-
-
-def read_trace(path: str | Path) -> dict[str, Any]:
-    """The trace in a file, which may be compressed by gzip. Raises AutoparError if it cannot be
-    read or is no trace.
-    """
-    found = path_of(path, "trace")
-    try:
-        raw = found.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        data = json.loads(text)
-    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        raise AutoparError(f"cannot read trace {found}: {reason_of(error)}") from None
-    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise AutoparError(f"{found} is no Chrome trace: it has no list 'traceEvents'")
-    return data
 
 
 def trace_faults(data: Mapping[str, Any]) -> list[str]:
