@@ -14,7 +14,7 @@ from support.report_plans import CASES, plan_of, report_of, request_of, timeline
 
 from autopar.recheck.replay import replay
 from autopar.report.timeline import FOLDED_BEYOND, Slice
-from autopar.report.timeline_figure import timeline_figure
+from autopar.report.timeline_figure import bands, timeline_figure
 from autopar.text.numbers import Numbers
 
 ONE_STAGE_A_RANK = [case for case in CASES if case != "interleaved"]
