@@ -35,7 +35,7 @@ from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import AxisLayout, Pattern, R, transition
 from autopar.ir.stop import check_time
-from autopar.ir.traced import TracedModel, per_model
+from autopar.ir.traced import PreparedModel, per_model
 from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.strategies import fits
 from autopar.ops.values import operand_names, ops, output_nodes, result_names
@@ -50,7 +50,7 @@ class Annotator:
     computed once.
     """
 
-    def __init__(self, traced: TracedModel) -> None:
+    def __init__(self, traced: PreparedModel) -> None:
         self.traced, self.facts = traced, ModelFacts(traced)
         self._propagated: dict[tuple, AxisChoices] = {}
         self._context = cache(self.context)
@@ -326,7 +326,7 @@ class Annotator:
 
 
 @per_model(4)
-def annotator_of(traced: TracedModel) -> Annotator:
+def annotator_of(traced: PreparedModel) -> Annotator:
     """The annotator of a traced model. The most recent four are cached, so that plans of one model
     share work that does not depend on the cluster.
     """

@@ -23,6 +23,7 @@ from autopar.annotate.setting import Setting
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.models import parse_model
+from autopar.planning.model_facts import prepare_model
 
 _KINDS = ("llama", "gpt")
 _SHALLOW, _DEEP = 2, 6
@@ -56,7 +57,7 @@ def count_operations(device_type: str) -> float:
 
     def operations(kind: str, layers: int) -> float:
         traced = api.trace_spec(parse_model(_model(kind, layers)), _SEQ, "fp32")
-        model = annotator_of(traced).annotate(setting)
+        model = annotator_of(prepare_model(traced, "off", None)).annotate(setting)
         ops = chain.from_iterable(model.classes[segment].ops for segment in model.segments)
         found = [op.strategies[0] for op in ops if op.kind == "op"]
         if device_type == "cpu":

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import COLLECTIVE_PRIMITIVES
-from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ir.traced import BlockClass, PreparedModel, TracedModel
 from autopar.ops.values import value_grads
 from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
 from autopar.rewrite.lowerings.context_attention import context_attention
@@ -76,7 +76,7 @@ _INSIDE = {
 """
 
 
-def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
+def block_collectives(traced: PreparedModel, plan: Plan) -> dict[str, Counts]:
     """For each block class by name: the counts of collectives that one of its segments runs for a
     micro-batch on rank 0, by direction. If the block is recomputed, the forward ones run twice;
     they are counted once.

@@ -19,7 +19,7 @@ from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.sharding import AxisLayout
-from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ir.traced import BlockClass, PreparedModel
 from autopar.ops.dims import at_batch, is_symbolic
 from autopar.ops.reach import parameter_readers
 from autopar.ops.rules import op_dims
@@ -57,7 +57,7 @@ class LintFinding:
         return f"{self.text}.  {self.remedy}."
 
 
-def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[LintFinding]:
+def lint(plan: Plan, cluster: Cluster, traced: PreparedModel | None = None) -> list[LintFinding]:
     """All warnings (`LintFinding`) on a plan for a cluster; [] if there is nothing to warn of. `traced`
     is the model after `model_facts.as_planned`. Without it, only findings that need no model are
     returned.
@@ -171,7 +171,7 @@ def _headroom(plan: Plan, cluster: Cluster) -> Iterator[LintFinding]:
     )
 
 
-def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, BlockClass, int]]:
+def _planned(plan: Plan, traced: PreparedModel) -> Iterator[tuple[BlockPlan, BlockClass, int]]:
     """(block plan, block class, number of segments) for every block whose class the model has."""
     classes = {block.name: block for block in traced.classes}
     for own in plan.blocks:
@@ -179,7 +179,7 @@ def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, Block
             yield own, classes[own.name], len(own.segments)
 
 
-def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
+def _uneven_shards(plan: Plan, traced: PreparedModel) -> Iterator[LintFinding]:
     """One finding for each (size, axis) where the axis does not divide a dim of that size of some
     result, which is cut into contiguous ranges. Every rank then takes as long as the rank with the
     largest shard.
@@ -211,7 +211,7 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
         )
 
 
-def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
+def _whole_heads(plan: Plan, traced: PreparedModel) -> Iterator[LintFinding]:
     """One finding for each attention op whose heads tp does not divide, so that it is sharded
     otherwise.
     """
@@ -234,7 +234,7 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
                 )
 
 
-def _ties(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
+def _ties(plan: Plan, traced: PreparedModel) -> Iterator[LintFinding]:
     """One finding for each parameter that several pipeline ranks hold, because layers of different
     stages share it.
     """
@@ -258,7 +258,9 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[LintFinding]:
         )
 
 
-def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[LintFinding]:
+def _small_products(
+    plan: Plan, cluster: ClusterSpec, traced: PreparedModel
+) -> Iterator[LintFinding]:
     """A finding if the matrix products of a forward reach less than `FILLED` of the rate of a very
     large micro-batch, by the cost model; otherwise nothing. Its remedy names a micro-batch that is
     large enough. `cluster` is one group of devices.
@@ -308,7 +310,7 @@ def _host_bound(plan: Plan) -> Iterator[LintFinding]:
     )
 
 
-def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: int) -> float:
+def _rate(plan: Plan, cluster: ClusterSpec, traced: PreparedModel, micro_batch: int) -> float:
     """FLOP/s of a device in the products with parameters of a forward, by the cost model, with
     `micro_batch` sequences per rank. 0 if there are none.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NewType, ParamSpec, TypeVar
 
 from autopar.ir.fusion import UNFUSED, Fusion
 
@@ -249,23 +249,27 @@ class TracedModel:
         return found or list(range(len(self.segments)))
 
 
-def per_model(most: int) -> Callable[[Callable], Callable]:
-    """A decorator for functions of a traced model and further positional, hashable arguments. It
+_Asked = ParamSpec("_Asked")
+_Found = TypeVar("_Found")
+_Function = Callable[_Asked, _Found]
+
+
+def per_model(most: int) -> Callable[[_Function[_Asked, _Found]], _Function[_Asked, _Found]]:
+    """A decorator for functions of a traced model and further hashable arguments. It
     caches the `most` results that were used last.
 
     Models are compared by identity, which is safe because a traced model is never modified.
     """
 
-    def decorate(function: Callable) -> Callable:
-        known: dict[
-            tuple, tuple[TracedModel, Any]
-        ] = {}  # the model with the result, so that its id is nobody else's
+    def decorate(function: Callable[_Asked, _Found]) -> Callable[_Asked, _Found]:
+        # the model with the result, so that its id is nobody else's
+        known: dict[tuple[Any, ...], tuple[Any, _Found]] = {}
 
         @wraps(function)
-        def remembering(traced: TracedModel, *args: Any) -> Any:
-            key = id(traced), *args
+        def remembering(*asked: _Asked.args, **named: _Asked.kwargs) -> _Found:
+            key = id(asked[0]), *asked[1:], *named.items()
             latest = known.pop(key, None)
-            known[key] = latest or (traced, function(traced, *args))
+            known[key] = latest or (asked[0], function(*asked, **named))
             if len(known) > most:
                 known.pop(next(iter(known)))
             return known[key][1]
@@ -273,3 +277,10 @@ def per_model(most: int) -> Callable[[Callable], Callable]:
         return remembering
 
     return decorate
+
+
+PreparedModel = NewType("PreparedModel", TracedModel)
+"""A model with the fused ops and the marked layers of a plan or a search, made by
+`planning.model_facts.prepare_model`. Prices are of these alone: who forgets it has an error of types,
+and not another price.
+"""

@@ -8,7 +8,7 @@ from math import isqrt
 from autopar.annotate.setting import is_periodic
 from autopar.ir.calls import op_name
 from autopar.ir.plan import Plan
-from autopar.ir.traced import TracedModel, per_model
+from autopar.ir.traced import PreparedModel, TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
@@ -23,20 +23,19 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def as_recomputed(traced: TracedModel, mode: str | None) -> TracedModel:
-    """The model with every k-th layer marked for recomputation if `mode` is `every-k`; otherwise
-    the model unchanged.
+def prepare_model(traced: TracedModel, fuse: str, recompute: str | None) -> PreparedModel:
+    """The model with the fused ops of mode `fuse`, and with every k-th layer marked for recomputation
+    if `recompute` is `every-k`.
     """
-    if mode is None or not is_recompute(mode) or not is_periodic(mode):
-        return traced
-    return counted(traced, int(mode.partition("-")[2]))
+    found = fused(traced, fuse)
+    if recompute is None or not is_recompute(recompute) or not is_periodic(recompute):
+        return PreparedModel(found)
+    return PreparedModel(counted(found, int(recompute.partition("-")[2])))
 
 
-def as_planned(traced: TracedModel, plan: Plan) -> TracedModel:
-    """The traced model as the plan needs it: with the plan's fusion, and with layers marked if it
-    recomputes every k-th.
-    """
-    return as_recomputed(fused(traced, plan.fusion.mode), plan.recompute)
+def as_planned(traced: TracedModel, plan: Plan) -> PreparedModel:
+    """The traced model as the plan needs it (`prepare_model`)."""
+    return prepare_model(traced, plan.fusion.mode, plan.recompute)
 
 
 @per_model(16)

@@ -18,7 +18,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, MadeFor, Prediction
-from autopar.ir.traced import TracedModel
+from autopar.ir.traced import PreparedModel, TracedModel
 from autopar.ops.work import model_flops, tokens_per_row, unit_of_rows
 from autopar.planning.candidates import setting_of
 from autopar.planning.no_plan import check_host
@@ -38,7 +38,7 @@ DETAILS = ("forward", "backward", "recompute", "experts", "parameters", "inside"
 
 
 def make_plan(
-    found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator
+    found: SearchResult, request: PlanRequest, traced: PreparedModel, annotator: Annotator
 ) -> Plan:
     """The best solution of a search as a Plan, with prediction, certificate and notes. Raises
     ValueError if there is none, and NoPlanFits if the host lacks memory.

@@ -16,14 +16,14 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.traced import TracedModel
+from autopar.ir.traced import PreparedModel, TracedModel
 from autopar.planning.candidates import (
     candidates_for,
     common_layouts,
     layouts_within,
     setting_of,
 )
-from autopar.planning.model_facts import as_recomputed
+from autopar.planning.model_facts import prepare_model
 from autopar.planning.no_plan import no_plan_fits
 from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
@@ -75,7 +75,7 @@ def _of_groups(request: PlanRequest, traced: TracedModel) -> PlanRequest:
 @threadpool_limits.wrap(limits=1, user_api="blas")
 def find_best(
     request: PlanRequest,
-    traced: TracedModel,
+    traced: PreparedModel,
     annotator: Annotator,
     limits: SearchLimits,
     progress: Callable[[str], None] | None = None,
@@ -225,13 +225,13 @@ def _planned(
 ) -> Plan:
     """The fastest plan of a model fused in `mode`. Raises as `plan_traced`."""
     start = time.perf_counter()
-    traced = as_recomputed(fused(traced, mode), request.pin.recompute)
-    annotator = annotator_of(traced)
+    prepared = prepare_model(traced, mode, request.pin.recompute)
+    annotator = annotator_of(prepared)
     limits = _without(limits, start)
-    found = find_best(request, traced, annotator, limits, progress)
+    found = find_best(request, prepared, annotator, limits, progress)
     if found.best is None or found.model is None:
         raise no_plan_fits(found, request)
-    return make_plan(found, request, traced, annotator)
+    return make_plan(found, request, prepared, annotator)
 
 
 def _fused_best(

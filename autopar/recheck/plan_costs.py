@@ -30,7 +30,7 @@ from autopar.ir.cluster import MixedCluster
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import AxisLayout
-from autopar.ir.traced import TracedModel
+from autopar.ir.traced import PreparedModel, TracedModel
 from autopar.planning.model_facts import as_planned
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.pipeline.schedule_actions import schedule_actions
@@ -283,7 +283,7 @@ def longest_message_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> 
     )
 
 
-def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
+def stage_segments(plan: Plan, traced: PreparedModel) -> list[range]:
     """For each stage, the range of the numbers of its segments. Raises AutoparError if the plan's
     segments are not the model's, in order, or it predicts the memory of another number of ranks.
     """
@@ -299,7 +299,7 @@ def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
     return [range(*ends) for ends in pairwise([0, *accumulate(map(len, plan.stages))])]
 
 
-def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
+def block_numbers(plan: Plan, traced: PreparedModel) -> list[int]:
     """For each segment of the model, in order, the index of the plan's block that lists it. Raises
     KeyError if none does.
     """
@@ -315,7 +315,7 @@ recompute mode.
 """
 
 
-def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[PricedModel]:
+def segments_by_rank(plan: Plan, traced: PreparedModel, request: PlanRequest) -> list[PricedModel]:
     """For each pipeline rank, all segments of the model at the prices of its devices
     (`priced_segments`).
     """
@@ -326,7 +326,7 @@ def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> l
 
 
 def priced_segments(
-    plan: Plan, traced: TracedModel, request: PlanRequest, group: int = 0
+    plan: Plan, traced: PreparedModel, request: PlanRequest, group: int = 0
 ) -> PricedModel:
     """(the model annotated without recomputation, all its segments with the plan's strategies and
     recompute modes), at the prices of the cluster's group `group` of devices.
