@@ -194,7 +194,8 @@ def asked_about(asked: Request, outcome: Outcome, text: str) -> None:
     """Asks `why-not` and `compare` about a file. Its own choice costs nothing."""
     plan = Plan.load(text)
     own = ("--global-batch", str(asked.global_batch), *(("--seq", str(asked.seq)) if asked.seq else ()))  # fmt: skip
-    at = (asked.model, asked.cluster, *own)
+    part = asked.options.get("objective") in ("cost", "gpus")  # a plan on fewer devices
+    at = (asked.model, plan.cluster_name if part else asked.cluster, *own)
     pins = pin_text({"zero": plan.zero, "micro_batch": plan.micro_batch})
     done = command("why-not", *at, "--plan", text, "--pin", pins, "--json")
     if crash_of(done) or done.exit_code == 2:

@@ -28,6 +28,8 @@ from autopar.verify.verify import (
 )
 
 STEPS, RUN_TIMEOUT_S = 3, 240.0
+SCALES_TRIED = 20
+"""How often a step is repeated, which fp16 skips as long as its loss scale is too large."""
 HALF_TOLERANCE = 0.3
 """The largest error of a half-precision plan, against one device in fp32, relative to the update."""
 
@@ -129,7 +131,11 @@ def _rank(rank: int, setup: Setup, path: str, expected: Expected) -> tuple[float
         )
         losses, errors = [], list[tuple[float, str]]()
         for batch in case.batches:
-            losses.append(float(engine.step(engine.local_batch(batch))))
+            for _ in range(SCALES_TRIED):
+                scale, loss = engine.loss_scale.scale, engine.step(engine.local_batch(batch))
+                if engine.loss_scale.scale >= scale:  # else fp16 has skipped the step
+                    break
+            losses.append(float(loss))
             if len(losses) == 1 and expected.gradients is not None:
                 rate, state = case.learning_rate, engine.full_state_dict()
                 stepped = {
