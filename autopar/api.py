@@ -249,11 +249,7 @@ def plan(
     )
     if traced is None:
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
-    elif captured in HALF and traced.precision != captured:
-        raise AutoparError(
-            f"traced was captured in {traced.precision or 'the dtypes of the model'}, and the plan runs in {captured}: give it by "
-            f"autopar.api.trace(model, inputs, precision={captured!r}), or leave it out"
-        )
+    _check_captured(traced, captured)
     if target is not None:
         shape, seq = shape_of_module(model), tokens_per_row(traced)
         request = request.within(restriction_of(target, shape, seq))
@@ -265,6 +261,17 @@ def plan(
         note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
     deadline = deadline.captured(deadline.clock() - deadline.start_s)
     return _noted(_noted(_best_plan(goal, traced, request, deadline, progress), note), read)
+
+
+def _check_captured(traced: TracedModel, precision: str | None) -> None:
+    """Raises AutoparError if a plan in half precision is asked of a model that was captured in
+    another one.
+    """
+    if precision in HALF and traced.precision != precision:
+        raise AutoparError(
+            f"traced was captured in {traced.precision or 'the dtypes of the model'}, and the plan runs in {precision}: give it by "
+            f"autopar.api.trace(model, inputs, precision={precision!r}), or leave it out"
+        )
 
 
 def _model_text(model: nn.Module, captured: str | None) -> str:

@@ -11,8 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from autopar_cost_models import splits_backward
-
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
 from autopar.ir.fusion import FusedOp, Fusion, NearMiss, Weighed
@@ -76,7 +74,7 @@ class Plan(PlanFields):
         """
         if not self.framework:
             return ""
-        if splits_backward(self.schedule) and self.recompute == "op":
+        if self.splits_backward and self.recompute == "op":
             return f"recompute op under {self.schedule}"
         return f"a graph in {self.precision}" if self.precision in HALF else ""
 

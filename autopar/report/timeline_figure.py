@@ -77,7 +77,7 @@ def timeline_figure(timeline: Timeline, numbers: Numbers) -> Svg:
     _axis(figure, timeline, scale, bottom, numbers)
     kinds = {part.kind for of in timeline.parts.values() for part in of}
     kinds |= {part.kind for of in timeline.updates for part in of}
-    kinds |= {"fixed"} if any(p.kind == "fixed" for p in timeline.lines[0]) else set()
+    kinds |= {piece.kind for piece in timeline.lines[0] if piece.kind in ("fixed", "host")}
     entries = [
         (f"c-{kind}", _WORDS[kind]) for kind in (*WORK, *COMMUNICATION_AXES) if kind in kinds
     ]
@@ -106,6 +106,7 @@ def bands(timeline: Timeline, rank: int, piece: Slice) -> list[tuple[str, float,
         "weights",
         "optimizer",
         "fixed",
+        "host",
         *COMMUNICATION_AXES,
     ):
         if kind in total:

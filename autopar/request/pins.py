@@ -304,7 +304,8 @@ def layout_pins(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
         }
     pin |= {"sequence_parallel": layout.sequence_parallel} if layout.tp > 1 else {}
     pin |= {"offload": layout.offload} if layout.offload != "none" else {}
-    return pin | ({"order": layout.order} if layout.order else {})
+    # frameworks number the ranks of a pipeline outermost
+    return pin | {"order": layout.order or "-".join(AXES)}
 
 
 def mode_of(layout: Layout, layers: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -165,7 +165,7 @@ class Draw:
         kind = self.random.random()
         if kind < 0.4:
             return self.random.choice(own_modules.TEXTS), None
-        if kind < 0.6:
+        if kind < 0.55:
             name = self.random.choice(tuple(CONFIGS))
             return text_of(name), SHORT.get(name, self.random.choice((8, 12, SEQ)))
         if kind < 0.97 or runs:
@@ -196,10 +196,10 @@ class Draw:
         if kind < 0.55:
             from autopar_cost_models import DEVICES
 
-            count = self.random.choice((1, 2, 4, 8))
+            count = self.random.choice((1, 2, 2, 4))
             return f"{self.random.choice(tuple(DEVICES))}:{count}", count
         if kind < 0.75:
-            text = f"{self.random.choice(NODES)}:{self.random.choice((1, 2))}"
+            text = f"{self.random.choice(NODES)}:{self.random.choice((1, 1, 2))}"
         elif kind < 0.85:
             text = self.random.choice(MIXED)
         elif kind < 0.92 or not self.cluster_file:
@@ -223,11 +223,18 @@ class Draw:
                 pin["dp"] = left
             if left > 1 and self.maybe(0.15):
                 pin["ep"] = self.random.choice(divisors(left))
-        if pin.get("pp", 1) > 1 and self.maybe(0.7):
+        if devices > 2 and self.maybe(0.9 if devices > 4 else 0.5):
+            pin.setdefault("pp", 1)  # a space without pipelines is searched in seconds
+            pin.setdefault("tp", self.random.choice(divisors(min(devices, 8))))
+            if devices > 4:
+                pin.setdefault("cp", 1)
+        pipelined = pin.get("pp", 1) > 1
+        if pipelined and self.maybe(0.7):
             pin["schedule"] = self.random.choice(tuple(SCHEDULES))
             pin |= {"micro_batch": 1} if self.maybe(0.5) else {}
         for name in self.random.sample(tuple(_PIN_VALUES), k=self.random.choice((0, 0, 1, 1, 2))):
-            if name not in ("deal", "stages") or mixed or pin.get("pp", 1) > 1:
+            needs = {"deal": mixed, "stages": pipelined, "schedule": pipelined, "vpp": pipelined}
+            if needs.get(name, True) or self.maybe(0.05):
                 pin[name] = self.random.choice(_PIN_VALUES[name])
         return pin
 
@@ -260,10 +267,22 @@ class Draw:
             found.setdefault("price", 2.0)
         if "headroom" in found and maybe(0.9):
             found.pop("fit", None)  # which is refused beside it
+        if self.maybe(0.9):  # parts that the devices or the precision do not have
+            for name in _refused_parts(asked, found.get("precision")):
+                found.pop(name, None)
         if "software" in found:  # Python says parts by a `Software` alone
             for name in PARTS:
                 found.pop(name, None)
         return found
+
+
+def _refused_parts(asked: Request, precision: str | None) -> Iterator[str]:
+    """Parts of the software that are refused on the cluster, or in the precision."""
+    devices = [group.device for group in ClusterSpec.parse(asked.cluster).groups]
+    if precision not in (None, "bf16") or not all("fp8" in device.flops for device in devices):
+        yield "fp8_scaling"
+    if asked.runs or precision == "fp32":
+        yield from ("state_recipe", "attention_kernel")
 
 
 NEVER_DRAWN = frozenset({"global_batch", "seq", "pin", "time_limit_s"})

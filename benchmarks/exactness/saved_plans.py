@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -32,11 +32,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 if not __package__:  # as a script
@@ -44,19 +43,25 @@ if not __package__:  # as a script
 
 import autopar
 from autopar import api
-from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
-from autopar.foreign.writers.export import export
 from autopar.ir.plan import Plan
 from autopar.planning import planner
-from autopar.request.framework_names import TARGET_NAMES
-from autopar.verify.verify import relative_error, widened
-from benchmarks.exactness import own_modules
+from autopar.verify.verify import widened
 from benchmarks.exactness.drawn_requests import Draw, Request
+from benchmarks.exactness.file_answers import (
+    Outcome,
+    asked_about,
+    command,
+    crash_of,
+    error_of,
+    file_alone,
+    made_again,
+)
 from benchmarks.exactness.file_runs import run_file
 from benchmarks.snapshot import differences
 
-MOST_LINES = 6
+LONGEST_S = 100
+"""Seconds after which a request is given up, and not counted."""
 CLUSTER_FILE = """
 name: our lab
 device: {name: our GPU, flops: {bf16: 312TFLOPS, fp16: 312TFLOPS, fp32: 19.5e12}, memory_bytes: 40GiB, memory_bandwidth_Bps: 1.5TB/s}
@@ -70,61 +75,6 @@ price_per_device_hour: 1.9
 headroom: 0.1
 host: {memory_bytes: 128GiB, memory_bandwidth_Bps: 50GB/s, link_bandwidth_Bps: 25GB/s}
 """
-_AGAIN = (
-    "mesh",
-    "micro_batch",
-    "schedule",
-    "zero",
-    "offload",
-    "precision",
-    "made_for.software",
-    "predicted.step_time_s",
-)
-"""Fields of a plan that the command which a report prints must give again."""
-_RESTS_ON_MODEL = ("lints", "objective", "outside")
-"""What a report says only if it has the model or was just made."""
-
-
-@dataclass
-class Outcome:
-    """What a request showed. `kind`: 'planned', 'refused' or 'failed'; `asked` has the words of the
-    command. `findings` are (class, words) of what disagreed. `ran`: '' if its plan was not run,
-    'exact', 'refused' or 'wrong'; `error` is the largest error, relative to the update.
-    """
-
-    number: int
-    seed: int
-    asked: str
-    python: str
-    kind: str = ""
-    words: str = ""
-    plan: str = ""
-    ran: str = ""
-    error: float = 0.0
-    findings: list[tuple[str, str]] = field(default_factory=list)
-    checked: list[str] = field(default_factory=list)
-    time_s: float = 0.0
-
-    def found(self, kind: str, *lines: object) -> None:
-        """Adds a disagreement of a class."""
-        self.findings.append((kind, " | ".join(str(line)[:600] for line in lines[:MOST_LINES])))
-
-
-def command(*words: str) -> Result:
-    """What a command does, in this process."""
-    return CliRunner().invoke(cli, list(words))
-
-
-def crash_of(done: Result) -> str:
-    """The traceback of a command that raised anything but its exit; '' if none."""
-    error = done.exception
-    if error is None or isinstance(error, SystemExit):
-        return ""
-    return "".join(traceback.format_exception(error))[-1500:]
-
-
-def error_of(done: Result) -> str:
-    return " ".join(done.output.rpartition("Error: ")[2].split())
 
 
 @contextmanager
@@ -159,9 +109,21 @@ def both_doors(asked: Request, outcome: Outcome, folder: Path) -> Plan | None:
         mine = asked.planned()
     except AutoparError as error:
         mine = " ".join(str(error).split())
-    done = command("explain", *asked.words, "--save", str(path), "--json", "--html", str(page))
+    done = command(
+        "explain",
+        *asked.words,
+        "--save",
+        str(path),
+        "--json",
+        "--html",
+        str(page),
+        "--audit",
+        "--replay",
+    )
     if crash := crash_of(done):
         outcome.found("traceback of explain", crash)
+    elif done.exit_code == 1:
+        outcome.found("explain --audit --replay disagrees", done.stdout[-600:])
     theirs = Plan.load(str(path)) if path.exists() else error_of(done)
     if isinstance(mine, str) or isinstance(theirs, str):
         outcome.kind, outcome.words = "refused", mine if isinstance(mine, str) else str(theirs)
@@ -218,12 +180,14 @@ def facts(plan: Plan, asked: Request) -> dict[str, Any]:
 def without(data: Mapping[str, Any], asked: Request) -> dict[str, Any]:
     """The data of a plan or a report without what may differ between the doors."""
     data = {key: value for key, value in data.items() if key not in ("model_name", "digest")}
-    data.pop("objective", None)
-    data.pop("training", None)
+    for name in ("objective", "training", "audit", "replay"):  # which commands add
+        data.pop(name, None)
     notes = data.get("notes", [])
     data["notes"] = [note for note in notes if not note.startswith(("the model ", "target "))]
     if "tokens_per_s" in asked.options:  # which Python says as a deadline
         data.pop("notes")
+    elif "price" in asked.options:  # with which Python gives a cluster, and no text
+        data["notes"] = [note for note in data["notes"] if not note.startswith("cluster ")]
     made_for = dict(data.get("made_for", {}))
     made_for.pop("model", None)
     certificate = dict(data.get("certificate", {}))
@@ -231,145 +195,10 @@ def without(data: Mapping[str, Any], asked: Request) -> dict[str, Any]:
     if asked.options.get("runners_up") is False:
         certificate.pop("runners_up", None)
         certificate.pop("meshes", None)
+        certificate.pop("unlimited_s", None)
     report = dict(data.get("report", {}))
     report.pop("command", None)
     return data | {"made_for": made_for, "certificate": certificate, "report": report}
-
-
-# ------------------------------------------------------------------------------------------------------- the file of a plan
-
-
-def file_alone(asked: Request, outcome: Outcome, path: Path, fresh: bool) -> None:
-    """Asks all that can be asked of a plan file alone. `fresh`: in a fresh process too."""
-    plan, text = Plan.load(str(path)), str(path)
-    if json.loads(plan.to_json()) != json.loads(path.read_text()):
-        outcome.found("a loaded plan saves otherwise")
-    made = json.loads(path.with_name(f"{path.stem}-made.json").read_text())
-    told = _json_of(outcome, "explain", "--plan", text, *_again(asked), "--json")
-    if told is not None:
-        for line in differences_of_common(made, told):
-            outcome.found("explain --plan says otherwise", line)
-        new = {lint["text"] for lint in told.get("lints", [])}
-        new -= {lint["text"] for lint in made.get("lints", [])}
-        if new:
-            outcome.found("explain --plan has other lints", *new)
-        is_trained = "tokens" in asked.options and path.stem == "command"
-        if is_trained and told.get("training") != made.get("training"):
-            outcome.found("training differs", told.get("training"), made.get("training"))
-    for words in (
-        ("explain", "--plan", text, "--layers", "--verbose", "--fusion"),
-        ("explain", "--plan", text, "--html", f"{text}.html"),
-    ):
-        done = command(*words)
-        if done.exit_code:
-            outcome.found(f"{' '.join(words[::3])} fails", crash_of(done) or error_of(done))
-    named = plan.made_for.model
-    if not named and asked.model not in own_modules.TEXTS:
-        outcome.found(f"the file of {path.stem} has no model text", plan.model_name)
-    for check in ("audit", "replay"):
-        told = _json_of(outcome, check, text, *([] if named else [asked.model]), "--json")
-        if told is not None:
-            outcome.checked.append(check)
-    done = command("diff", text, text, "--json")
-    if done.exit_code or json.loads(done.stdout) != []:
-        outcome.found("diff with itself", crash_of(done) or done.output)
-    _exports(outcome, plan, text)
-    if fresh:
-        _fresh(outcome, text, told is not None and named and asked.options.get("precision"))
-
-
-def _again(asked: Request) -> list[str]:
-    """Options of reports, which are no part of a plan."""
-    names = {"price": "--price", "tokens": "--tokens"}
-    return [
-        word
-        for name, flag in names.items()
-        if name in asked.options
-        for word in (flag, str(asked.options[name]))
-    ]
-
-
-def _json_of(outcome: Outcome, *words: str) -> Any:
-    """The JSON that a command prints; None, and a disagreement, if it fails."""
-    done = command(*words)
-    if done.exit_code:
-        outcome.found(
-            f"{words[0]} of a file fails", crash_of(done) or error_of(done) or done.stdout
-        )
-        return None
-    return json.loads(done.stdout)
-
-
-def differences_of_common(made: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[str]:
-    """What a report on a file says otherwise than the report when the plan was made."""
-    common = [key for key in made.keys() & told.keys() if key not in (*_RESTS_ON_MODEL, "training")]
-    pairs = [{key: data[key] for key in common if key != "report"} for data in (made, told)]
-    yield from differences(*pairs)
-    reports = made.get("report", {}), told.get("report", {})
-    keys = reports[0].keys() & reports[1].keys() - {"waterfall"}  # which a simulation refines
-    own = {key: reports[1][key] for key in keys if reports[1][key]}
-    yield from differences({key: reports[0][key] for key in own}, own, "report")
-
-
-def _exports(outcome: Outcome, plan: Plan, text: str) -> None:
-    """Exports the file to its target, or else to each framework; a refusal is an answer."""
-    targets = [""] if plan.made_for.target else list(TARGET_NAMES)
-    for target in targets:
-        done = command("export", text, *(["--to", target] if target else []))
-        try:
-            words = export(plan, target or None).text
-        except AutoparError as error:
-            words = f"refused: {error}"
-        if crash := crash_of(done):
-            outcome.found("traceback of export", target, crash)
-        elif done.exit_code and not target:
-            outcome.found("its own target cannot say it", error_of(done))
-        elif not done.exit_code and done.stdout.strip() != words.strip():
-            outcome.found("exports differ", target, done.stdout, words)
-        elif done.exit_code and " ".join(words.split()) != f"refused: {error_of(done)}":
-            outcome.found("refusals of export differ", target, done.output, words)
-        outcome.checked.append("refused export" if done.exit_code else "export")
-
-
-def _fresh(outcome: Outcome, text: str, audits: Any) -> None:
-    """Compares what fresh processes say of a file with what this one says."""
-    asked = [("explain", "--plan", text, "--json"), ("diff", text, text)]
-    asked += [("audit", text, "--json")] if audits in ("fp32", "bf16", None) and audits else []
-    for words in asked:
-        done = subprocess.run([sys.executable, "-m", "autopar", *words], capture_output=True, text=True)  # fmt: skip
-        here = command(*words)
-        if done.returncode != here.exit_code or done.stdout.split() != here.stdout.split():
-            outcome.found("a fresh process says otherwise", words[0], done.stdout[-200:], done.stderr[-400:])  # fmt: skip
-        outcome.checked.append("fresh")
-
-
-def made_again(outcome: Outcome, plan: Plan, made: Mapping[str, Any], folder: Path) -> None:
-    """Runs the command that the report of a plan prints, which makes this plan again."""
-    import shlex
-
-    line = made.get("report", {}).get("command") or ""
-    if not line:
-        outcome.checked.append("no command")
-        return
-    path = folder / "again.json"
-    words = [word for word in shlex.split(line.replace("\\\n", " ")) if word.strip()]
-    done = command(*words[1:], "--time-limit", "900", "--save", str(path))
-    if not path.exists():
-        outcome.found("the printed command fails", line, crash_of(done) or error_of(done))
-        return
-    again = Plan.load(str(path))
-    for name in _AGAIN:
-        one, other = (_at(each, name) for each in (plan, again))
-        near = isinstance(one, float) and relative_error(other, one) < 1e-9
-        if one != other and not near:
-            outcome.found("the printed command makes another plan", name, one, other, line)
-    outcome.checked.append("made again")
-
-
-def _at(value: Any, path: str) -> Any:
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 # --------------------------------------------------------------------------------------------------------------- the command
@@ -385,6 +214,8 @@ def run_request(asked: Request, outcome: Outcome, draw: Draw) -> None:
                 plan = both_doors(asked, outcome, folder)
                 if plan is None:
                     return
+                if draw.maybe(0.1):
+                    asked_about(asked, outcome, str(folder / "command.json"))
                 by_python = folder / "python.json"
                 chosen = by_python if draw.maybe(0.3) and by_python.exists() else folder / "command.json"  # fmt: skip
                 file_alone(asked, outcome, chosen, draw.maybe(0.12))
@@ -396,9 +227,30 @@ def run_request(asked: Request, outcome: Outcome, draw: Draw) -> None:
                 outcome.ran, outcome.error = run.status, run.error
                 if run.status != "exact":
                     outcome.found(f"a run is {run.status}", run.words, run.error)
+        except _TooLong:
+            outcome.kind = "given up"
         except Exception:
             outcome.kind = outcome.kind or "failed"
             outcome.found("an exception", traceback.format_exc()[-1500:])
+
+
+class _TooLong(BaseException):
+    """A request takes longer than `LONGEST_S`."""
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """A context that raises `_TooLong` after `seconds`."""
+
+    def end(*_: object) -> None:
+        raise _TooLong
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def summary(outcomes: list[Outcome]) -> str:
@@ -432,7 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
             draw = Draw(f"{args.seed}-{number}", args.runs, str(file))
             asked, start = draw.request(), time.perf_counter()
             outcome = Outcome(number, args.seed, asked.line, repr(dict(asked.options)))
-            run_request(asked, outcome, draw)
+            with at_most(LONGEST_S):
+                run_request(asked, outcome, draw)
             outcome.time_s = time.perf_counter() - start
             outcomes.append(outcome)
             if args.output:

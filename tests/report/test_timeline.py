@@ -12,9 +12,11 @@ from support.effort import slow_but
 from support.prose import ROOT
 from support.report_plans import CASES, plan_of, report_of, request_of, timeline_of, traced_of
 
+import autopar
+from autopar.models import parse_model
 from autopar.recheck.replay import replay
 from autopar.report.timeline import FOLDED_BEYOND, Slice
-from autopar.report.timeline_figure import timeline_figure
+from autopar.report.timeline_figure import bands, timeline_figure
 from autopar.text.numbers import Numbers
 
 ONE_STAGE_A_RANK = [case for case in CASES if case != "interleaved"]
@@ -98,6 +100,18 @@ def test_messages_join_the_action_that_sends_and_the_one_that_reads():
         to = message.stage + (1 if kind == "F" else -1)
         assert message.start_s == pytest.approx(ends[kind, message.stage, message.micro_batch])
         assert message.start_s + message.seconds <= starts[kind, to, message.micro_batch] + 1e-12
+
+
+def test_what_waits_for_the_host_is_drawn(tmp_path):
+    spec = parse_model("moe-tiny")
+    model, batch = spec.build("meta"), spec.example_inputs(2, 16)
+    plan = autopar.plan(model, "h200:2", batch, 8, {"pp": 1, "dp": 2, "zero": 1})
+    report = autopar.explain(plan, model=model, example_inputs=batch)
+    assert "host" in plan.predicted.breakdown and report.timeline.lines[0][-1].kind == "host"
+    kind, start_s, seconds = bands(report.timeline, 0, report.timeline.lines[0][-1])[-1]
+    assert (kind, start_s + seconds) == ("host", pytest.approx(report.timeline.step_s))
+    report.save(tmp_path / "page.html")
+    assert "c-host" in (tmp_path / "page.html").read_text()
 
 
 def test_middle_micro_batches_are_folded():
