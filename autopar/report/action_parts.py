@@ -103,7 +103,8 @@ class SegmentParts:
             return pieces.found
         for item in self.costed:
             again_s = self._again_comm_s(item.cost)
-            pieces.send(item.forward, again_s, item.together)
+            # what an op without collectives keeps in shards is gathered again
+            pieces.send(item.forward or ("all_gather over tp",), again_s, item.together)
             pieces.work("recompute", item.cost.rerun_s - again_s)
         for item in reversed(self.costed):
             cost, again_s = item.cost, self._again_comm_s(item.cost)

@@ -34,7 +34,8 @@ HALF_TOLERANCE = 0.3
 
 @dataclass(frozen=True)
 class Run:
-    """How a run ended: 'exact', 'wrong', 'refused', 'failed' or 'without a reference'. `words` name
+    """How a run ended: 'exact', 'wrong', 'refused', 'failed', 'without a reference', or 'not for the
+    engine', which a plan for another framework is. `words` name
     the worst tensor, or say why there is none. `error` is relative to the update.
     """
 
@@ -70,7 +71,9 @@ def run_file(spec: ModelSpec, tokens: int, path: Path) -> Run:
         arguments = setup, str(path), expected
         ranks = run_workers(_rank, plan.mesh.num_devices, arguments, RUN_TIMEOUT_S)
     except AutoparError as error:
-        return Run("refused", str(error))
+        # the engine runs no half precision that was priced for another framework
+        said = plan.lacks and str(error).startswith(f"the plan is for {plan.framework}")
+        return Run("not for the engine" if said else "refused", str(error))
     except WorkerError as error:
         return Run("failed", str(error)[-900:])
     error, worst = max(ranks)

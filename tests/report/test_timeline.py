@@ -114,6 +114,18 @@ def test_what_waits_for_the_host_is_drawn(tmp_path):
     assert "c-host" in (tmp_path / "page.html").read_text()
 
 
+def test_what_is_gathered_again_is_drawn():
+    spec = parse_model("gpt-tiny")
+    model, batch = spec.build("meta"), spec.example_inputs(2, 32)
+    pin = {"tp": 4, "dp": 1, "pp": 1, "recompute": "gather"}
+    plan = autopar.plan(model, "cpu:4", batch, 4, pin)
+    timeline = autopar.explain(plan, model=model, example_inputs=batch).timeline
+    assert timeline.step_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    again = plan.predicted.details["recompute"]
+    names = {part.name for part in timeline.parts["B", 0]}
+    assert again > 0 and "all_gather over tp" in names
+
+
 def test_middle_micro_batches_are_folded():
     timeline = timeline_of("many micro-batches")
     assert timeline.micro_batches > FOLDED_BEYOND and timeline.fold is not None
