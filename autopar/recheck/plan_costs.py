@@ -88,7 +88,7 @@ class PlanCosts:
         step_s: seconds that each pipeline rank spends once a step.
         hop_s: seconds of the longest message between stages.
         fixed_s: seconds that no choice changes.
-        waits_s: seconds in which devices wait for the host.
+        paced: the times of each stage with what its device waits for the host.
     """
 
     stages: tuple[StageCost, ...]
@@ -96,7 +96,7 @@ class PlanCosts:
     step_s: tuple[float, ...]
     hop_s: float
     fixed_s: float
-    waits_s: float
+    paced: tuple[StageTimes, ...]
 
     @property
     def static_bytes(self) -> tuple[int, ...]:
@@ -227,27 +227,28 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
         longest_message_s([model for model, _ in on], sent),
         base.fixed_s,
-        sum(waits_for_host_s(plan, on, of_stage)),
+        held_up([stage.times for stage in stages], on, of_stage),
     )
 
 
-def waits_for_host_s(
-    plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[Sequence[int]]
-) -> tuple[float, float]:
-    """Seconds of a step in which devices wait for the host, which issues every kernel of forward and
-    backward: (during micro-batches, in the ramp of the pipeline). The rank whose host is the slowest
-    delays both. `on` has all segments at the prices of each rank, `of_stage` those of each stage.
+def held_up(
+    times: Sequence[StageTimes], on: Sequence[PricedModel], of_stage: Sequence[Sequence[int]]
+) -> tuple[StageTimes, ...]:
+    """The times of all stages with what their devices wait for the host, which issues every kernel of
+    forward and backward. A rank takes no less than its host for a micro-batch; the wait is shared
+    out over its stages as their work is. `on` has all segments at the prices of each rank,
+    `of_stage` those of each stage.
     """
-    device_s, host_s = [], []
+    found, ranks = list(times), len(on)
     for rank, (model, segments) in enumerate(on):
-        own = [segments[n] for n in chain(*of_stage[rank :: len(on)])]
-        device_s.append(fsum(c.forward_s + c.backward_s for s in own for c in s.paid))
+        own = [segments[n] for n in chain(*of_stage[rank::ranks])]
         slower = 1.0 if model.pipeline is None else model.pipeline.host_slowdown
         chosen = [strategy for segment in own for strategy in segment.chosen.values()]
-        issued = (s.forward_dispatch_s + s.backward_dispatch_s for s in chosen)
-        host_s.append(slower * fsum(issued))
-    each_s = max(max(host_s) - max(device_s), 0.0)
-    return plan.num_microbatches * each_s, (len(on) - 1) * len(on) / len(of_stage) * each_s
+        host_s = slower * fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in chosen)
+        device_s = fsum(of.total_s for of in times[rank::ranks])
+        if 0 < device_s < host_s:
+            found[rank::ranks] = [of.slowed(host_s / device_s) for of in times[rank::ranks]]
+    return tuple(found)
 
 
 def _static(owned: Sequence[Strategy], fixed_bytes: int) -> StaticBytes:

@@ -53,6 +53,8 @@ def simulated_step(plan: Plan, traced: TracedModel, request: PlanRequest) -> Tim
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
     played = simulate_pipeline(actions, times, costs.hop_s)
+    paced_s = simulate_pipeline(actions, costs.paced, costs.hop_s).makespan_s
+    waits_s = max(paced_s - played.makespan_s, 0.0)
     parts, updates = _parts(plan, traced, request, actions)
     _check_parts(parts, times)
     update_s = max(costs.step_s)
@@ -60,7 +62,7 @@ def simulated_step(plan: Plan, traced: TracedModel, request: PlanRequest) -> Tim
     return Timeline(
         schedule=plan.schedule,
         micro_batches=plan.num_microbatches,
-        lines=tuple(_line(played, costs, rank, update_s) for rank in range(plan.mesh.pp)),
+        lines=tuple(_line(played, costs, rank, update_s, waits_s) for rank in range(plan.mesh.pp)),
         parts=parts,
         updates=updates,
         messages=tuple(sorted(_messages(played, costs.hop_s), key=lambda sent: sent.start_s)),
@@ -74,7 +76,7 @@ def simulated_step(plan: Plan, traced: TracedModel, request: PlanRequest) -> Tim
             for rank in range(plan.mesh.pp)
         ),
         pipeline_s=played.makespan_s,
-        step_s=played.makespan_s + update_s + costs.fixed_s + costs.waits_s,
+        step_s=played.makespan_s + update_s + costs.fixed_s + waits_s,
         predicted_s=plan.predicted.step_time_s,
     )
 
@@ -148,7 +150,9 @@ def _check_parts(
             )
 
 
-def _line(played: Simulation, costs: PlanCosts, rank: int, update_s: float) -> tuple[Slice, ...]:
+def _line(
+    played: Simulation, costs: PlanCosts, rank: int, update_s: float, waits_s: float
+) -> tuple[Slice, ...]:
     """The intervals of a rank: its actions, its update, what no choice changes, and all the time in
     which it waits for the host, which it does between kernels.
     """
@@ -166,7 +170,7 @@ def _line(played: Simulation, costs: PlanCosts, rank: int, update_s: float) -> t
     end_s = played.makespan_s
     update = Slice("update", -1, -1, end_s, costs.step_s[rank])
     fixed = Slice("fixed", -1, -1, end_s + update_s, costs.fixed_s)
-    host = Slice("host", -1, -1, end_s + update_s + costs.fixed_s, costs.waits_s)
+    host = Slice("host", -1, -1, end_s + update_s + costs.fixed_s, waits_s)
     return (*spans, *(piece for piece in (update, fixed, host) if piece.seconds > 0))
 
 

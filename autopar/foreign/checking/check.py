@@ -50,7 +50,7 @@ class Answer:
         chance: the chance that it fits, from 0 to 1, or None.
         best: the fastest plan within the framework that was found: one that leaves memory free, or the job's own layout. None if there
             is neither.
-        bound_s: no plan within the framework that leaves memory free has a shorter step than this without the host, in seconds. 0 if
+        bound_s: no plan within the framework that leaves memory free has a shorter step than this, in seconds. 0 if
             nothing is proved.
         why_no_best: why no plan that leaves memory free was found; '' if one was.
         differences: the framework's options in which the best plan differs.

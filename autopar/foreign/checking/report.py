@@ -212,17 +212,14 @@ def own_words(answer: Answer) -> str:
 
 
 def answer_proof_words(answer: Answer) -> str:
-    """What is proved about the best plan of an answer. The search does not count the host."""
+    """What is proved about the best plan of an answer."""
     assert answer.best is not None
-    predicted = answer.best.predicted
-    waits_s = predicted.breakdown.get("host", 0.0)
-    faster = (predicted.step_time_s - waits_s) / answer.bound_s - 1
-    proved = "proved without the host" if waits_s else "proved"
+    faster = answer.best.predicted.step_time_s / answer.bound_s - 1
     if faster <= PROVED:
-        return f"{proved}: no plan that leaves memory free is faster"
+        return "proved: no plan that leaves memory free is faster"
     words = f"a plan that leaves memory free is at most {percent(faster)} faster"
     is_proved = faster <= 2 * TOLERANCE
-    return f"{proved}: {words}" if is_proved else f"not proved in time: {words}; raise --time-limit"
+    return f"proved: {words}" if is_proved else f"not proved in time: {words}; raise --time-limit"
 
 
 _OF_RUNS = ("window", "window_every", "parallel_block", "expert_bias", "family", "activation")

@@ -111,6 +111,8 @@ class Sketch:
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.splits_backward else self.work_s
+        if schedule.stages_per_rank == 1 and not schedule.splits_backward:
+            waits_s = np.maximum(waits_s, self.issue_s)  # earlier ranks wait for their hosts too
         is_free = schedule.stages_per_rank == 1 and not schedule.sizes
         least_s = self._of_cuts_s if is_free else self._of_deals_s
         return float(
@@ -154,8 +156,8 @@ class Sketch:
         @cache
         def ended_s(of_rank: float) -> np.ndarray:
             own_s = work_s if limits is None else self._taken_s(*limits, of_rank)
-            taken_s = np.maximum(waits_s[:, None] + micro_batches * own_s, micro_batches * issue_s)
-            return np.where(later, taken_s + once_s, np.inf)
+            own_s = np.maximum(own_s, issue_s)
+            return np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
 
         ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
         for of_rank in held.tolist():
@@ -184,9 +186,9 @@ class Sketch:
             took_s = self._taken_s(
                 of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held
             )
+        took_s = np.maximum(took_s, of_ranks(self.issue_s))
         step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
-        issued_s = micro_batches * of_ranks(self.issue_s).max(axis=1)
-        return (np.maximum(step_s, issued_s) + of_ranks(self.once_s).max(axis=1)).min()
+        return (step_s + of_ranks(self.once_s).max(axis=1)).min()
 
     def likely_s(
         self,

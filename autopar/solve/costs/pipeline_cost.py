@@ -6,10 +6,11 @@ Segments before the first block belong to the first stage, segments after the la
 last. `best_staging.py` finds where stages begin, unless a pin gives their sizes. `cut_blocks` in this
 module distributes blocks as evenly as possible; stages with the least other work get one block more.
 
-    step    = schedule of the stages (`autopar_cost_models.pipeline`) + host + the slowest rank's work once a step
-    host    = (micro-batches + (ranks - 1) / stages of a rank) x what the slowest host takes longer for a micro-batch
-              than the slowest device; the second term counts as bubble
+    step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + sent) + the peak of backward, for each rank
+
+Where the host of a rank takes longer to issue a micro-batch than its device to run it, the rank's
+stages are slower by that factor.
 
 Two more terms of memory may apply. Under zero bubble, micro-batches that wait for gradients of parameters
 hold more than they kept, less what the model's last segment has freed, if a rank has one stage.
@@ -83,7 +84,11 @@ def pipelined(
         [segment for stage in stages[rank :: setting.ranks] for segment in stage]
         for rank in range(setting.ranks)
     ]
-    took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
+    paced = _paced_by_host(models, costs, of_rank, times)
+    took_s = max(  # a zero-bubble step may become shorter where stages become slower
+        pipeline_time(setting.schedule, of, setting.ranks, model.num_microbatches, hop_s).time_s
+        for of in {tuple(times), tuple(paced)}
+    )
     shared = [
         borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)
     ]
@@ -106,36 +111,42 @@ def pipelined(
         _memory(models[rank], choices, stages, rank, costs[rank], kept)
         for rank, kept in enumerate(kept_by_rank)
     ]
-    slowest_s = max(
-        sum(one.total_s for one in times[rank :: setting.ranks]) for rank in range(setting.ranks)
-    )
-    busy_s = model.num_microbatches * slowest_s
-    waits_s = max(_slowest_host_s(models, costs, of_rank) - slowest_s, 0.0)
-    ramp = (setting.ranks - 1) / setting.stages_per_rank
+    alone_s, busy_s = (_busy_s(of, setting.ranks, model.num_microbatches) for of in (times, paced))
     parts = {
-        "stages": busy_s,
-        "bubble": took.time_s - busy_s + ramp * waits_s,
+        "stages": alone_s,
+        "bubble": took_s - busy_s,
         "step": max(step_s),
         "fixed": model.fixed_s,
-    } | host_part(model.num_microbatches * waits_s)
+    } | host_part(busy_s - alone_s)
     fullest = max(held, key=lambda parts: sum(parts.values()))
     return Pipelined(
         sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest
     )
 
 
-def _slowest_host_s(
+def _busy_s(times: Sequence[StageTimes], ranks: int, micro_batches: int) -> float:
+    """Seconds in which the rank with the most work computes all micro-batches."""
+    return micro_batches * max(
+        sum(of.total_s for of in times[rank::ranks]) for rank in range(ranks)
+    )
+
+
+def _paced_by_host(
     models: Sequence[AnnotatedModel],
     costs: Sequence[Sequence[SegmentCost]],
     of_rank: Sequence[Sequence[int]],
-) -> float:
-    """Seconds in which the host of the slowest rank issues a micro-batch. Models, costs of all
-    segments, and own segments are by rank.
+    times: Sequence[StageTimes],
+) -> list[StageTimes]:
+    """The times of all stages if a micro-batch takes each rank at least as long as its host issues
+    it. Stages of one rank are slowed alike. Models, costs of all segments, and own segments are by
+    rank.
     """
-    return max(
-        model.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
-        for model, own, mine in zip(models, costs, of_rank, strict=True)
-    )
+    paces = []
+    for rank, (model, own, mine) in enumerate(zip(models, costs, of_rank, strict=True)):
+        busy_s = sum(of.total_s for of in times[rank :: len(models)])
+        issue_s = model.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
+        paces.append(max(issue_s / busy_s, 1.0) if busy_s else 1.0)
+    return [of.slowed(paces[number % len(models)]) for number, of in enumerate(times)]
 
 
 def _passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:

@@ -63,7 +63,7 @@ def test_several_files_are_one_set(tmp_path):
     assert [p.reason for p in found.problems] == [
         f"the id 'gpt' is in {files[1]} and in a file before it"
     ]
-    assert json.loads(report_reply(found))["files"] == list(map(str, files).json())
+    assert json.loads(report_reply(found).json())["files"] == list(map(str, files))
 
 
 def test_an_unknown_option_makes_a_row_incomplete(tmp_path):
