@@ -15,6 +15,7 @@ from autopar_cost_models import OFFLOADS, SCHEDULES
 from autopar_cost_models.memory_error import headroom_for
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.fusion import AUTO, FUSE_MODES
 from autopar.models import parse_model
@@ -278,7 +279,10 @@ class Draw:
 
 def _refused_parts(asked: Request, precision: str | None) -> Iterator[str]:
     """Parts of the software that are refused on the cluster, or in the precision."""
-    devices = [group.device for group in ClusterSpec.parse(asked.cluster).groups]
+    try:
+        devices = [group.device for group in ClusterSpec.parse(asked.cluster).groups]
+    except AutoparError:  # which both doors say
+        return
     if precision not in (None, "bf16") or not all("fp8" in device.flops for device in devices):
         yield "fp8_scaling"
     if asked.runs or precision == "fp32":
