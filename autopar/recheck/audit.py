@@ -37,7 +37,7 @@ from autopar.recheck.plan_costs import (
     actions_of,
     block_numbers,
     fullest_moment,
-    held_up,
+    issued_s,
     longest_message_s,
     message_bytes,
     owned_by,
@@ -187,8 +187,8 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
         fsum(s.step_s for s in owned_by(*on[rank], chain(*of_stage[rank::ranks])))
         for rank in range(ranks)
     )
+    host_s = issued_s(plan, on, of_stage)
     if ranks == 1:
-        (slowed,) = held_up([stage_times(segments)], on, of_stage)
         blocks_s, edges_s = (
             micro * fsum(c.forward_s + c.backward_s for c in chain(*costs))
             for costs in ((s.inside for s in segments), (s.arriving for s in segments))
@@ -196,7 +196,7 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
         return {
             "blocks": blocks_s,
             "edges between blocks": edges_s,
-            "waiting for the host": micro * slowed.total_s - blocks_s - edges_s,
+            "waiting for the host": max(host_s - blocks_s - edges_s, 0.0),
             "once a step": once_s,
             "fixed": base.fixed_s,
         }
@@ -208,18 +208,12 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
     times[0] = replace(times[0], weight_s=times[0].backward_s)
     sent = [message_bytes(base, segments, stage[0]) for stage in of_stage[1:]]
     hop_s = longest_message_s([model for model, _ in on], sent)
-    paced = held_up(times, on, of_stage)
-    took_s = max(
-        pipeline_time(plan.schedule, of, ranks, micro, hop_s).time_s for of in (times, paced)
-    )
-    alone_s, busy_s = (
-        micro * max(fsum(t.total_s for t in of[rank::ranks]) for rank in range(ranks))
-        for of in (times, paced)
-    )
+    took_s = pipeline_time(plan.schedule, times, ranks, micro, hop_s).time_s
+    busy_s = micro * max(sum(t.total_s for t in times[rank::ranks]) for rank in range(ranks))
     return {
-        "blocks and edges of the busiest rank": alone_s,
+        "blocks and edges of the busiest rank": busy_s,
         "bubble": took_s - busy_s,
-        "waiting for the host": busy_s - alone_s,
+        "waiting for the host": max(host_s - took_s, 0.0),
         "once a step": once_s,
         "fixed": base.fixed_s,
     }

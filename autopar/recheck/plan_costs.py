@@ -88,7 +88,7 @@ class PlanCosts:
         step_s: seconds that each pipeline rank spends once a step.
         hop_s: seconds of the longest message between stages.
         fixed_s: seconds that no choice changes.
-        paced: the times of each stage with what its device waits for the host.
+        issued_s: seconds in which the hosts issue forward and backward of a step.
     """
 
     stages: tuple[StageCost, ...]
@@ -96,7 +96,7 @@ class PlanCosts:
     step_s: tuple[float, ...]
     hop_s: float
     fixed_s: float
-    paced: tuple[StageTimes, ...]
+    issued_s: float
 
     @property
     def static_bytes(self) -> tuple[int, ...]:
@@ -227,28 +227,23 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
         longest_message_s([model for model, _ in on], sent),
         base.fixed_s,
-        held_up([stage.times for stage in stages], on, of_stage),
+        issued_s(plan, on, of_stage),
     )
 
 
-def held_up(
-    times: Sequence[StageTimes], on: Sequence[PricedModel], of_stage: Sequence[Sequence[int]]
-) -> tuple[StageTimes, ...]:
-    """The times of all stages with what their devices wait for the host, which issues every kernel of
-    forward and backward. A rank takes no less than its host for a micro-batch; the wait is shared
-    out over its stages as their work is. `on` has all segments at the prices of each rank,
-    `of_stage` those of each stage.
+def issued_s(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[Sequence[int]]) -> float:
+    """Seconds in which the hosts issue forward and backward of a step: the slowest one all its
+    micro-batches, after a virtual stage of each other one. `on` has all segments at the prices of
+    each rank, `of_stage` those of each stage.
     """
-    found, ranks = list(times), len(on)
+    of_rank = []
     for rank, (model, segments) in enumerate(on):
-        own = [segments[n] for n in chain(*of_stage[rank::ranks])]
+        own = [segments[n] for n in chain(*of_stage[rank :: len(on)])]
         slower = 1.0 if model.pipeline is None else model.pipeline.host_slowdown
         chosen = [strategy for segment in own for strategy in segment.chosen.values()]
-        host_s = slower * fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in chosen)
-        device_s = fsum(of.total_s for of in times[rank::ranks])
-        if 0 < device_s < host_s:
-            found[rank::ranks] = [of.slowed(host_s / device_s) for of in times[rank::ranks]]
-    return tuple(found)
+        of_rank.append(slower * fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in chosen))
+    slowest_s, *others_s = sorted(of_rank, reverse=True)
+    return plan.num_microbatches * slowest_s + fsum(others_s) * len(on) / len(of_stage)
 
 
 def _static(owned: Sequence[Strategy], fixed_bytes: int) -> StaticBytes:

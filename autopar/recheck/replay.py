@@ -157,7 +157,8 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     """
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
-    played = simulate_pipeline(actions, costs.paced, costs.hop_s)
+    times = [stage.times for stage in costs.stages]
+    played = simulate_pipeline(actions, times, costs.hop_s)
     busiest_s = max(played.busy_s(rank) for rank in range(plan.mesh.pp))
     held = [peak_held_bytes(todo, costs.stages) for todo in actions]
     replayed_bytes, together_bytes = (
@@ -165,7 +166,7 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     )
     return Replay(
         predicted_s=plan.predicted.step_time_s,
-        replayed_s=played.makespan_s + max(costs.step_s) + costs.fixed_s,
+        replayed_s=max(played.makespan_s, costs.issued_s) + max(costs.step_s) + costs.fixed_s,
         predicted_bytes=plan.predicted.peak_memory_bytes,
         replayed_bytes=replayed_bytes,
         together_bytes=together_bytes,

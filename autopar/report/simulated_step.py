@@ -53,8 +53,7 @@ def simulated_step(plan: Plan, traced: TracedModel, request: PlanRequest) -> Tim
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
     played = simulate_pipeline(actions, times, costs.hop_s)
-    paced_s = simulate_pipeline(actions, costs.paced, costs.hop_s).makespan_s
-    waits_s = max(paced_s - played.makespan_s, 0.0)
+    waits_s = max(costs.issued_s - played.makespan_s, 0.0)
     parts, updates = _parts(plan, traced, request, actions)
     _check_parts(parts, times)
     update_s = max(costs.step_s)

@@ -29,12 +29,6 @@ class StageTimes:
                 f"weight_s={self.weight_s} is a part of backward_s={self.backward_s} and cannot exceed it"
             )
 
-    def slowed(self, times: float) -> StageTimes:
-        """These times, each multiplied by `times`."""
-        if times == 1.0:
-            return self
-        return StageTimes(times * self.forward_s, times * self.backward_s, times * self.weight_s)
-
     @property
     def input_s(self) -> float:
         """Seconds of the part of the backward that computes the gradient for the previous stage."""

@@ -148,7 +148,7 @@ class Cell:
         parameters.
         """
         kinds = ("input", "op", "output")
-        of_class = [fsum(least_issue_s(block, kinds)) for block in self.first.classes]
+        of_class = [least_issue_s(block, kinds) for block in self.first.classes]
         return self.by_unit([of_class[index] for index in self.first.segments])
 
     @cached_property

@@ -259,7 +259,7 @@ def parameters_s(models: Models) -> list[tuple[float, float, float, float]]:
                     for own in following
                 ),
                 min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
-                min(fsum(least_issue_s(block, ("parameter",))) for block in blocks),
+                min(least_issue_s(block, ("parameter",)) for block in blocks),
             )
         )
     return found

@@ -5,8 +5,7 @@ Each unit of the row (a block and the segments beside it, `unit_row.py`) takes t
 of its segments separately. The minima are for forward, for forward and backward together, and for
 these with kept bytes at a price. Take a rank whose units add up to L seconds at a price u. It holds
 what they keep h times in `room` bytes. It takes at least L - u x room / h seconds per micro-batch,
-in any modes of its blocks, and as long as the host issues them. It starts when the first
-micro-batch has passed the ranks before it.
+in any modes of its blocks. It starts when the first micro-batch has passed the ranks before it.
 
 With one stage per rank, the best cut is found rank by rank; with several stages, the best deal is
 taken. Unlike the bound by totals, this considers whole blocks, waiting and memory at once.
@@ -20,6 +19,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from autopar.solve.costs.pipeline_cost import hosts_time_s
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.staging.interleaved import ends_of, sums_of_ranks
 
@@ -38,8 +38,8 @@ class Sketch:
     """Lower bounds over the units of a model (blocks with their neighbours), as prefix sums: one
     entry more than units. `forward_s` and `work_s` (forward and backward) are seconds per
     micro-batch. `lines_s` has a row for each of `prices`: `work_s` plus what blocks keep, at that
-    price in seconds per byte. `once_s` is seconds once a step, `issue_s` the host's seconds per
-    micro-batch.
+    price in seconds per byte. `once_s` is seconds once a step. `issue_s` is what the host takes to
+    issue a micro-batch.
     """
 
     forward_s: np.ndarray
@@ -108,11 +108,37 @@ class Sketch:
             room_bytes: bytes of a rank for kept and static bytes; infinite by default.
             static: prefix sums of lower bounds on the static bytes of units; by default 0.
         """
+        found_s = self._device_s(schedule, micro_batches, held, room_bytes, static)
+        # blocks that are dealt evenly give no host more than this
+        most_s = self.issue_s[-1] / schedule.ranks + np.diff(self.issue_s).max(initial=0.0)
+        if found_s >= (micro_batches + schedule.ranks) * most_s + self.once_s[-1]:
+            return found_s
+        return max(found_s, self._hosts_s(schedule, micro_batches) * (1 - _ROUNDING))
+
+    def _hosts_s(self, schedule: Schedule, micro_batches: int) -> float:
+        """A lower bound on the seconds of a step by what hosts issue, over all cuts or deals."""
+        none = np.zeros(self.units + 1)
+        hosts = replace(self, work_s=self.issue_s, once_s=none)
+        is_free = schedule.stages_per_rank == 1 and not schedule.sizes
+        least_s = hosts._of_cuts_s if is_free else hosts._of_deals_s
+        slowest_s = least_s(schedule, 1, np.ones(schedule.ranks), np.inf, none, none)
+        total_s, once_s = self.issue_s[-1], self.once_s[-1] / schedule.ranks
+        return float(
+            hosts_time_s(slowest_s, total_s, micro_batches, schedule.stages_per_rank) + once_s
+        )
+
+    def _device_s(
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        held: Sequence[float] = (),
+        room_bytes: float = np.inf,
+        static: np.ndarray | None = None,
+    ) -> float:
+        """`bound_s` if the host issues at once."""
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.splits_backward else self.work_s
-        if schedule.stages_per_rank == 1 and not schedule.splits_backward:
-            waits_s = np.maximum(waits_s, self.issue_s)  # earlier ranks wait for their hosts too
         is_free = schedule.stages_per_rank == 1 and not schedule.sizes
         least_s = self._of_cuts_s if is_free else self._of_deals_s
         return float(
@@ -145,7 +171,6 @@ class Sketch:
         ranks wait) are prefix sums over units; the rest is as in `bound_s`.
         """
         work_s, once_s = _between(self.work_s), _between(self.once_s)
-        issue_s = _between(self.issue_s)
         limits = (
             (_between(self.lines_s), work_s, room_bytes - _between(static))
             if room_bytes < np.inf
@@ -156,7 +181,6 @@ class Sketch:
         @cache
         def ended_s(of_rank: float) -> np.ndarray:
             own_s = work_s if limits is None else self._taken_s(*limits, of_rank)
-            own_s = np.maximum(own_s, issue_s)
             return np.where(later, waits_s[:, None] + micro_batches * own_s + once_s, np.inf)
 
         ends_s = np.where(np.arange(self.units + 1) == 0, 0.0, np.inf)
@@ -186,7 +210,6 @@ class Sketch:
             took_s = self._taken_s(
                 of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held
             )
-        took_s = np.maximum(took_s, of_ranks(self.issue_s))
         step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
         return (step_s + of_ranks(self.once_s).max(axis=1)).min()
 

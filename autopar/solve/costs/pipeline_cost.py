@@ -9,8 +9,7 @@ module distributes blocks as evenly as possible; stages with the least other wor
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + sent) + the peak of backward, for each rank
 
-Where the host of a rank takes longer to issue a micro-batch than its device to run it, the rank's
-stages are slower by that factor.
+The schedule takes no less than the hosts, which issue all kernels (`hosts_time_s`).
 
 Two more terms of memory may apply. Under zero bubble, micro-batches that wait for gradients of parameters
 hold more than they kept, less what the model's last segment has freed, if a rank has one stage.
@@ -84,11 +83,7 @@ def pipelined(
         [segment for stage in stages[rank :: setting.ranks] for segment in stage]
         for rank in range(setting.ranks)
     ]
-    paced = _paced_by_host(models, costs, of_rank, times)
-    took_s = max(  # a zero-bubble step may become shorter where stages become slower
-        pipeline_time(setting.schedule, of, setting.ranks, model.num_microbatches, hop_s).time_s
-        for of in {tuple(times), tuple(paced)}
-    )
+    took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
     shared = [
         borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)
     ]
@@ -111,42 +106,41 @@ def pipelined(
         _memory(models[rank], choices, stages, rank, costs[rank], kept)
         for rank, kept in enumerate(kept_by_rank)
     ]
-    alone_s, busy_s = (_busy_s(of, setting.ranks, model.num_microbatches) for of in (times, paced))
+    busy_s = model.num_microbatches * max(
+        sum(of.total_s for of in times[rank :: setting.ranks]) for rank in range(setting.ranks)
+    )
     parts = {
-        "stages": alone_s,
-        "bubble": took_s - busy_s,
+        "stages": busy_s,
+        "bubble": took.time_s - busy_s,
         "step": max(step_s),
         "fixed": model.fixed_s,
-    } | host_part(busy_s - alone_s)
+    } | host_part(max(_hosts_s(models, costs, of_rank) - took.time_s, 0.0))
     fullest = max(held, key=lambda parts: sum(parts.values()))
     return Pipelined(
         sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest
     )
 
 
-def _busy_s(times: Sequence[StageTimes], ranks: int, micro_batches: int) -> float:
-    """Seconds in which the rank with the most work computes all micro-batches."""
-    return micro_batches * max(
-        sum(of.total_s for of in times[rank::ranks]) for rank in range(ranks)
-    )
+def hosts_time_s(most_s: float, total_s: float, micro_batches: int, stages_per_rank: int) -> float:
+    """Seconds in which the hosts of a pipeline issue a step, under any schedule. The slowest host
+    issues a micro-batch in `most_s`, all together in `total_s`. The slowest issues all micro-batches,
+    and waits for one stage of each other host.
+    """
+    return micro_batches * most_s + (total_s - most_s) / stages_per_rank
 
 
-def _paced_by_host(
+def _hosts_s(
     models: Sequence[AnnotatedModel],
     costs: Sequence[Sequence[SegmentCost]],
     of_rank: Sequence[Sequence[int]],
-    times: Sequence[StageTimes],
-) -> list[StageTimes]:
-    """The times of all stages if a micro-batch takes each rank at least as long as its host issues
-    it. Stages of one rank are slowed alike. Models, costs of all segments, and own segments are by
-    rank.
-    """
-    paces = []
-    for rank, (model, own, mine) in enumerate(zip(models, costs, of_rank, strict=True)):
-        busy_s = sum(of.total_s for of in times[rank :: len(models)])
-        issue_s = model.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
-        paces.append(max(issue_s / busy_s, 1.0) if busy_s else 1.0)
-    return [of.slowed(paces[number % len(models)]) for number, of in enumerate(times)]
+) -> float:
+    """`hosts_time_s` of a placement. Models, costs of all segments, and own segments are by rank."""
+    issue_s = [
+        model.pipeline_setting.host_slowdown * sum(own[s].issue_s for s in mine)
+        for model, own, mine in zip(models, costs, of_rank, strict=True)
+    ]
+    setting, micro_batches = models[0].pipeline_setting, models[0].num_microbatches
+    return hosts_time_s(max(issue_s), sum(issue_s), micro_batches, setting.stages_per_rank)
 
 
 def _passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:

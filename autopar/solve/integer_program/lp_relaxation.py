@@ -8,7 +8,7 @@ from them here, and holds for any tolerance of GLOP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, fsum, inf
 
@@ -175,9 +175,9 @@ def quick_time_bound(model: AnnotatedModel) -> float:
     total = [model.fixed_s]
     waiting = [
         block.count
-        * fsum(
-            model.num_microbatches * issue_s + min(s.step_s for s in op.strategies)
-            for op, issue_s in zip(block.ops, least_issue_s(block), strict=True)
+        * (
+            model.num_microbatches * least_issue_s(block)
+            + fsum(min(s.step_s for s in op.strategies) for op in block.ops)
         )
         for block in model.classes
     ]
@@ -193,13 +193,12 @@ def quick_time_bound(model: AnnotatedModel) -> float:
     return max(fsum(total), fsum([model.fixed_s, *waiting])) * (1 - _ROUNDING)
 
 
-def least_issue_s(block: AnnotatedBlock, kinds: Sequence[str] = ()) -> Iterator[float]:
-    """Lower bounds on the seconds in which the host issues a micro-batch of each op of a class, or
-    only of those of these kinds.
+def least_issue_s(block: AnnotatedBlock, kinds: Sequence[str] = ()) -> float:
+    """A lower bound on the seconds in which the host issues a micro-batch of a class, or only of ops
+    of these kinds.
     """
-    for op in block.ops:
-        if not kinds or op.kind in kinds:
-            yield min(s.forward_dispatch_s + s.backward_dispatch_s for s in op.strategies)
+    of = [op.strategies for op in block.ops if not kinds or op.kind in kinds]
+    return fsum(min(s.forward_dispatch_s + s.backward_dispatch_s for s in own) for own in of)
 
 
 def quick_memory_bound(model: AnnotatedModel) -> int:

@@ -360,15 +360,16 @@ class UniformRefiner:
 
     def _narrow(self, entry: Entry, solver: UniformSolver) -> None:
         """Splits some families of placements of an entry. Closes it instead if enough were split in
-        the search, and its bound is within 0.1 % of the best time. The same holds if its devices wait
-        for the host, since families are bounded by the device.
+        the search, and its bound is within 0.1 % of the best time. It is closed at once if its
+        devices wait for the host, since families are bounded by the device.
         """
         splits = sum(one.splits for one in self.state.entries)
+        waits = entry.solution is not None and "host" in entry.solution.breakdown
         is_close = entry.bound_s >= (1 - _CLOSE) * self.state.best_s
-        is_close |= entry.solution is not None and "host" in entry.solution.breakdown
-        if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
+        if waits or (is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS)):
             outcome = "solved" if entry.solution else "unexplored"
-            entry.close(outcome, f"{splits} families were split", entry.bound_s)
+            why = "its devices wait for the host" if waits else f"{splits} families were split"
+            entry.close(outcome, why, entry.bound_s)
             return
         if steps.narrow(self.state, entry, solver, _SPLITS):
             self._set_in_vain(0)

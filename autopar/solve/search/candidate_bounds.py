@@ -148,7 +148,8 @@ class CandidateBounds:
         parts = (
             cell.by_unit([of_class[index][part] for index in first.segments]) for part in range(4)
         )
-        sketch, static = cell.sketch.with_parameters(*parts), least_static_by_class(first)
+        sketch = cell.sketch.with_parameters(*parts)
+        static = least_static_by_class(first)
         self.by_schedule = self.by_schedule or dict.fromkeys(self.schedules, 0.0)
         _, likely_s = self._sketched(
             sketch, static, first.fixed_bytes, first.num_microbatches, upper_bound_s
