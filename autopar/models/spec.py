@@ -122,7 +122,8 @@ def _text_of_config(model: nn.Module) -> str:
 def _dimensions(family: str, config: NativeConfig) -> str:
     """The text of the dimensions of a config; '' if it has others than texts say."""
     values = {key: getattr(config, field) for key, field in _KEYS[family].items()}
-    said = ",".join(f"{key}={value}" for key, value in values.items() if value not in (None, 0, ""))
+    given = {key: value for key, value in values.items() if value is False or value}
+    said = ",".join(f"{key}={value}" for key, value in given.items())
     return f"{family}:{said}" if _parse_dimensions(family, said) == config else ""
 
 

@@ -128,7 +128,7 @@ def test_a_plan_of_a_module_names_a_text_that_builds_it():
     "text",
     every(2, ["llama3-8b", "gpt:layers=2,hidden=64,heads=4,vocab=128,tied=true,positions=alibi",
               "moe:layers=2,hidden=64,heads=4,vocab=256,experts=4,ffn=128,window=8", "qwen3-0.6b", "vit-b-16",
-              "dit-b-2"]),
+              "dit-b-2", "gpt:layers=2,hidden=64,heads=4,vocab=128,tied=false"]),
 )  # fmt: skip
 def test_a_text_of_a_model_builds_an_equal_one(text):
     spec = parse_model(text)
