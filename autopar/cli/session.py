@@ -95,7 +95,7 @@ class Planner:
             tolerance=asked.tolerance,
         )
         self.target = asked.target
-        self._traced: dict[int, TracedModel] = {}
+        self._traced: dict[tuple[int, str | None], TracedModel] = {}
         if self.target:
             limits_of(self.target)  # an unknown target is an error at once
 
@@ -131,24 +131,27 @@ class Planner:
         """Says how many searches are still to come, which share the time that is left."""
         self.searches.to_come = max(searches, 1)
 
-    def traced(self, seq: int | None = None) -> TracedModel:
-        """The traced model on sequences of `seq` tokens (default: the length of the request). Each
-        length is traced once.
+    def traced(self, seq: int | None = None, runs_here: bool | None = None) -> TracedModel:
+        """The traced model on sequences of `seq` tokens (default: the length of the request), as the
+        engine runs it or as prices of other software take it (default: as for the request). Each is
+        traced once.
         """
+        from autopar.runtime.state.precision import captured_in
+
         seq = seq or self.seq
-        if seq not in self._traced:
+        here = self.request.runs_here if runs_here is None else runs_here
+        captured = captured_in(self.request.precision, here)
+        if (seq, captured) not in self._traced:
             from autopar import api
-            from autopar.runtime.state.precision import captured_in
 
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
             # the first capture includes its imports
             start = time.perf_counter() if self._traced else self.deadline.start_s
-            captured = captured_in(self.request.precision, self.request.runs_here)
             with self.deadline.ends_capture(f"tracing {self.spec.name} on {seq} tokens"):
-                self._traced[seq] = api.trace_spec(self.spec, seq, captured)
+                self._traced[seq, captured] = api.trace_spec(self.spec, seq, captured)
             taken_s = time.perf_counter() - start
             self.searches.deadline = self.deadline.captured(taken_s)
-        return self._traced[seq]
+        return self._traced[seq, captured]
 
     def plan(
         self,
@@ -269,6 +272,7 @@ class Planner:
 
         self.tell("simulating the step" if is_drawn else "pricing other software")
         request = self._made_for(plan, pin, cluster)
+        traced = self.traced(runs_here=not plan.framework)
         is_part = cluster is not None and cluster.name != self.cluster.name
         given = self.asked.cluster
         on, words = plan.cluster_name, ""
@@ -280,7 +284,7 @@ class Planner:
         if options is not None:
             words = command_line(plan, self.asked.model, on, self.asked.seq, options)
         return full_report(
-            plan, self.traced(), request, command=words, is_drawn=is_drawn, deadline=self.deadline
+            plan, traced, request, command=words, is_drawn=is_drawn, deadline=self.deadline
         )
 
     def _options(self, plan: Plan, cluster: str) -> str | None:
@@ -306,7 +310,9 @@ class Planner:
         from autopar.recheck.replay import replay
 
         self.tell("replaying")
-        return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
+        return replay(
+            plan, self.traced(runs_here=not plan.framework), self._made_for(plan, pin, cluster)
+        )
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
         """The result (`Audit`) of pricing again every block and edge of a plan that was made under
@@ -316,7 +322,9 @@ class Planner:
         from autopar.recheck.audit import audit
 
         self.tell("auditing")
-        return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
+        return audit(
+            plan, self.traced(runs_here=not plan.framework), self._made_for(plan, pin, cluster)
+        )
 
     def check(self, plan: Plan) -> Plan:
         """Returns `plan` itself, a saved plan. Raises AutoparError if it is for another batch,
@@ -348,7 +356,8 @@ class Planner:
         from autopar.planning.model_facts import as_planned
 
         at = cluster or self.cluster
-        api.check_plan(plan, as_planned(self.traced(), plan), at)
+        traced = self.traced(runs_here=not plan.framework)
+        api.check_plan(plan, as_planned(traced, plan), at)
         return replace(self.request, pin=Pins.of(pin), cluster=at)
 
 

@@ -281,6 +281,6 @@ def per_model(most: int) -> Callable[[_Function[_Asked, _Found]], _Function[_Ask
 
 PreparedModel = NewType("PreparedModel", TracedModel)
 """A model with the fused ops and the marked layers of a plan or a search, made by
-`planning.model_facts.prepare_model`. Prices are of these alone: who forgets it has an error of types,
-and not another price.
+`planning.model_facts.prepare_model`. Prices are of these alone, so forgetting it is an error of
+types and not another price.
 """

@@ -196,7 +196,7 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
         return {
             "blocks": blocks_s,
             "edges between blocks": edges_s,
-            "waiting for the host": max(host_s - blocks_s - edges_s, 0.0),
+            **_waiting(host_s - blocks_s - edges_s),
             "once a step": once_s,
             "fixed": base.fixed_s,
         }
@@ -213,10 +213,15 @@ def _seconds(plan: Plan, on: Sequence[PricedModel], of_stage: Sequence[range]) -
     return {
         "blocks and edges of the busiest rank": busy_s,
         "bubble": took_s - busy_s,
-        "waiting for the host": max(host_s - took_s, 0.0),
+        **_waiting(host_s - took_s),
         "once a step": once_s,
         "fixed": base.fixed_s,
     }
+
+
+def _waiting(seconds: float) -> dict[str, float]:
+    """The part of a step in which devices wait for the host; {} without."""
+    return {"waiting for the host": seconds} if seconds > 0 else {}
 
 
 def _rank_bytes(

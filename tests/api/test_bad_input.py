@@ -138,7 +138,7 @@ def engine_of():
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("empty", b"", "is empty|not valid JSON|lacks the columns"), ("binary", b"\xff\xfe\x81\x00", "not a UTF-8 text"),
-    ("truncated", b'{"format_version": 3, "mesh": {', "not valid|lacks the column"),
+    ("truncated", b'{"format_version": 4, "mesh": {', "not valid|lacks the column"),
     ("list", b"[1, 2]", "format_version|holds list|lacks the column|no .model_type"),
     ("deep", b"[" * 10_000, "recursion|nested too deep|lacks the column"), ("number", b"9" * 5000, "digits|limit|lacks the column"),
 ])  # fmt: skip

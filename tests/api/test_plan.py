@@ -154,7 +154,7 @@ def test_plan_survives_saving(megatron, tmp_path):
         ("[1]", "no format_version"),
         ("{}", "no format_version"),
         ('{"format_version": 99}', "format 99"),
-        ('{"format_version": 3}', "not a complete plan"),
+        ('{"format_version": 4}', "not a complete plan"),
     ],
 )
 def test_damaged_plans_are_refused(text, message, tmp_path):
@@ -538,7 +538,5 @@ def test_a_plan_fits_devices_of_just_the_memory_that_it_takes():
     found = autopar.plan(
         model, replace(cluster, device=replace(cluster.device, memory_bytes=size)), batch, **whole
     )
-    assert (
-        found.predicted.step_time_s == free.predicted.step_time_s
-        and found.certificate.status == "optimal"
-    )
+    assert found.predicted.step_time_s == free.predicted.step_time_s
+    assert found.certificate.gap == free.certificate.gap

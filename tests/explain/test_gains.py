@@ -27,8 +27,9 @@ MODEL = "llama:layers=2,hidden=1024,heads=8,vocab=4096,seq=512"
     ],
 )
 def test_a_gain_is_that_of_a_plan_under_the_software(device, pin, also):
-    traced = task(MODEL, device, 32, 512).traced
-    request = PlanRequest(ClusterSpec.parse(device), 32, Pins.of(pin), "bf16", MODEL)
+    t = task(MODEL, device, 32, 512)
+    traced = t.traced
+    request = PlanRequest(t.cluster, 32, Pins.of(pin), "bf16", MODEL)
     plan = api.plan_traced(traced, request)
     found = gains(plan, traced, request)
     fields = {gain.field for gain in found}
@@ -62,8 +63,8 @@ def test_processors_have_no_such_software():
 
 def test_the_home_is_what_the_options_plan():
     """The sentence names a time; the options that it names plan the same choices in that time."""
-    traced = task(MODEL, "h100:4", 32, 512).traced
-    cluster = ClusterSpec.parse("h100:4")
+    t = task(MODEL, "h100:4", 32, 512)
+    traced, cluster = t.traced, t.cluster
     request = PlanRequest(cluster, 32, Pins.of({"dp": 4}), "bf16", MODEL)
     plan = api.plan_traced(traced, request)
     found = home(plan, traced, request)

@@ -164,8 +164,7 @@ class CandidateBounds:
 
     def _raise_by_host(self, schedule: Schedule, total: Total, issue_s: float) -> None:
         """Raises the bound without a pipeline if the host may decide. It issues a micro-batch in at
-        least `issue_s`. The longer of device and host is no less than any mean of both. Adds the
-        placements that are best then.
+        least `issue_s`. The longer of device and host is no less than any mean of both.
         """
         first, price = self.models.first, total.dual.best_price
         if self.by_schedule[schedule] <= total.dual.best_s + first.fixed_s or price == inf:
@@ -180,9 +179,6 @@ class CandidateBounds:
             least_s = total.bound_s(float(found.cost_s[number]), price, room) + first.fixed_s
             host_s = (1 - share) * first.num_microbatches * issue_s
             self.raise_to(schedule, least_s + host_s)
-            choices = found.placement(number, first)
-            if choices and choices not in total.placements:
-                total.placements.append(choices)
 
     def possible(self, upper_bound_s: float) -> Family:
         """The family of all placements, without strategies for which totals prove that no placement
