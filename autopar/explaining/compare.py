@@ -124,7 +124,7 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible
     """The entry of a saved plan; `Impossible` if it is for another model, cluster or batch than the
     best plan.
     """
-    if plan.model_hash != best.model_hash:
+    if not _same_model(plan, best):
         reason = (
             f"for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is {best.model_hash[:12]}: "
             "give the model and --seq it was made for"
@@ -138,6 +138,16 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible
     else:
         return ComparedPlan(name, plan, staleness(plan))
     return Impossible(name, f"the plan is {reason}")
+
+
+def _same_model(one: Plan, other: Plan) -> bool:
+    """Whether two plans are for one model. In half precision autopar's software and that of others
+    have other graphs of it; then they have segments of the same names, on as many tokens.
+    """
+    if one.model_hash == other.model_hash or bool(one.lacks) == bool(other.lacks):
+        return one.model_hash == other.model_hash
+    segments = [[name for stage in plan.stages for name in stage] for plan in (one, other)]
+    return one.made_for.seq == other.made_for.seq and segments[0] == segments[1]
 
 
 def compare_reply(entries: Sequence[ComparedPlan | Impossible], cluster: Cluster) -> Reply:

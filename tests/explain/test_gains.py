@@ -65,7 +65,7 @@ def test_the_home_is_what_the_options_plan():
     """The sentence names a time; the options that it names plan the same choices in that time."""
     t = task(MODEL, "h100:4", 32, 512)
     traced, cluster = t.traced, t.cluster
-    request = PlanRequest(cluster, 32, Pins.of({"dp": 4}), "bf16", MODEL)
+    request = PlanRequest(cluster, 512, Pins.of({"dp": 4}), "bf16", MODEL)
     plan = api.plan_traced(traced, request)
     found = home(plan, traced, request)
     assert found is not None and found.saved >= HOME_LEAST
