@@ -141,8 +141,8 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible
 
 
 def _same_model(one: Plan, other: Plan) -> bool:
-    """Whether two plans are for one model. In half precision autopar's software and that of others
-    have other graphs of it; then they have segments of the same names, on as many tokens.
+    """Whether two plans are for one model. In half precision the graphs for autopar's software and
+    for other software differ. The plans then have the same tokens and names of segments.
     """
     if one.model_hash == other.model_hash or bool(one.lacks) == bool(other.lacks):
         return one.model_hash == other.model_hash
