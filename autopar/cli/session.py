@@ -132,9 +132,9 @@ class Planner:
         self.searches.to_come = max(searches, 1)
 
     def traced(self, seq: int | None = None, runs_here: bool | None = None) -> TracedModel:
-        """The traced model on sequences of `seq` tokens (default: the length of the request), as the
-        engine runs it or as prices of other software take it (default: as for the request). Each is
-        traced once.
+        """The traced model on sequences of `seq` tokens, by default the length of the request. It is
+        captured as the engine runs it if it `runs_here`, or else as prices of other software take it;
+        by default as for the request. Each is traced once.
         """
         from autopar.runtime.state.precision import captured_in
 
