@@ -23,6 +23,7 @@ from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.recheck.audit import Audit, audit
 from autopar.recheck.plan_costs import priced_segments
+from autopar.recheck.replay import replay
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from benchmarks.exactness.model_zoo import ZooModel
@@ -388,3 +389,26 @@ def test_the_audit_shares_no_code_with_the_solver():
         tree = ast.parse((RECHECK / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(module.startswith("autopar.solve") for module in modules)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"dp": 8, "tp": 1, "pp": 1},
+        {"pp": 2, "dp": 4, "tp": 1, "schedule": "1f1b", "micro_batch": 1},
+        {"pp": 2, "dp": 2, "tp": 2, "schedule": "interleaved_1f1b", "micro_batch": 1},
+        {"pp": 2, "dp": 4, "tp": 1, "schedule": "zero_bubble", "micro_batch": 1},
+    ],
+    ids=["alone", "1f1b", "interleaved", "zero bubble"],
+)
+def test_a_slow_host_is_counted_alike_by_search_audit_and_replay(pins):
+    request = request_of(pins)
+    device = replace(request.cluster.one_kind.device, dispatch_s=2e-3)
+    request = replace(request, cluster=replace(request.cluster.one_kind, device=device))
+    plan = api.plan_traced(traced_of(LLAMA), request, time_limit_s=8.0)
+    waits_s = plan.predicted.breakdown["host"]
+    assert waits_s > 0.3 * plan.predicted.step_time_s
+    check(found := audit(plan, traced_of(LLAMA), request))
+    assert found.parts_s["waiting for the host"] == pytest.approx(waits_s)
+    assert not replay(plan, traced_of(LLAMA), request).disagreements
+    assert plan.certificate.bound_s <= plan.predicted.step_time_s

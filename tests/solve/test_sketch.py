@@ -75,6 +75,33 @@ def by_hand(
 
 
 @pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)]
+)
+@settings(max_examples=examples(10, 40), deadline=None)
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), more=st.integers(0, 4))
+def test_hosts_take_no_less_than_the_sketch_under_any_cut_or_deal(name, chunks, seed, ranks, more):
+    """Devices take nothing here, so that the bound is that of the hosts: the least of all cuts."""
+    rng = random.Random(seed)
+    units, micro = ranks * chunks + more, rng.randint(1, 8)
+    issue_s, none = [rng.random() for _ in range(units)], [0.0] * units
+    if chunks > 1:
+        cuts = [runs_of(sizes) for sizes in dealt_sizes(units, ranks * chunks)]
+    else:
+        cuts = [
+            list(itertools.pairwise((0, *inner, units)))
+            for inner in itertools.combinations(range(1, units), ranks - 1)
+        ]
+    least_s = math.inf
+    for runs in cuts:
+        of_rank = [sum(sum(issue_s[a:b]) for a, b in runs[rank::ranks]) for rank in range(ranks)]
+        most_s = max(of_rank)
+        least_s = min(least_s, micro * most_s + (sum(of_rank) - most_s) / chunks)
+    sketch = Sketch.of_units(none, none, issue_s)
+    bound_s = sketch.bound_s(Schedule(name, ranks, chunks), micro)
+    assert bound_s == pytest.approx(least_s, rel=1e-6) and bound_s <= least_s
+
+
+@pytest.mark.parametrize(
     ("name", "chunks"),
     [
         ("1f1b", 1),
