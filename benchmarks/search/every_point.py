@@ -64,6 +64,10 @@ class Trial:
 
     def run(self, draw: random.Random, time_limit_s: float) -> None:
         """Prices every point, plans within a memory drawn from them, and compares."""
+        one = self.request.cluster.one_kind
+        # points are priced without hosts
+        instant = replace(one, device=replace(one.device, dispatch_s=0.0))
+        self.request = replace(self.request, cluster=instant)
         self.words = words_of(self.request, self.traced)
         annotator = annotator_of(self.traced)
         self.found = {one: points_of(self.request, annotator, one) for one in layouts(self.words)}

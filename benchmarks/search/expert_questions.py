@@ -221,7 +221,7 @@ def answer(question: Question, time_limit_s: float) -> Answer:
     try:
         spec = parse_model(question.model)
         traced = api.trace_spec(spec, question.seq or spec.max_seq or 512)
-        request = PlanRequest(cluster, question.global_batch, Pins(), choose_precision(cluster), False, spec.name,
+        request = PlanRequest(cluster, question.global_batch, Pins(), choose_precision(cluster), spec.name,
                               model_text=question.model, tolerance=TOLERANCE, runners_up=True)  # fmt: skip
         traced_s, start = time.perf_counter() - start, time.perf_counter()
         plan, reason = api.plan_traced(traced, request, time_limit_s), ""

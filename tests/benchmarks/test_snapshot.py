@@ -9,7 +9,7 @@ from benchmarks.search.random_requests import Asked
 
 
 def test_equal_answers_and_those_that_differ(tmp_path, capsys, monkeypatch):
-    small = Asked("gpt2-small", "h100", (1, 2), 50e9, 4, 512)
+    small = Asked("gpt2-small", "h100", (1, 2), 50e9, 64, 512)
     monkeypatch.setattr(snapshot, "random_request", lambda draw: small)
     before, after = tmp_path / "before", tmp_path / "after"
     for folder in (before, after):

@@ -20,6 +20,7 @@ from support.exactness import (
     solved_plan,
     update_error,
 )
+from support.explain_tasks import instant
 from support.staged_runs import pipelined
 
 import autopar
@@ -164,7 +165,7 @@ def big_plan(cluster: ClusterSpec, **pin) -> Plan:
     pin = {"tp": 1, "micro_batch": 1, "recompute": "full", "zero": 0} | pin
     model, inputs = spec.build("meta"), spec.example_inputs(2, 512)
     traced = autopar.api.trace_spec(spec, 512, "bf16")
-    return autopar.plan(model, cluster, inputs, 8, pin, time_limit_s=10, traced=traced)
+    return autopar.plan(model, instant(cluster), inputs, 8, pin, time_limit_s=10, traced=traced)
 
 
 def test_its_price_is_the_transfers_and_the_hosts_memory():
@@ -225,7 +226,7 @@ def test_what_cannot_fetch_parameters(pin, words):
     model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     traced = autopar.api.trace(model.build("meta"), model.example_inputs(1, 512))
     with pytest.raises(autopar.AutoparError, match=words):
-        autopar.planning.plan_model.check_plan(plan, traced, ClusterSpec.parse("h100:2"))
+        autopar.planning.plan_model.check_plan(plan, traced, instant(ClusterSpec.parse("h100:2")))
 
 
 @pytest.mark.slow

@@ -144,7 +144,8 @@ def test_a_rank_has_room_for_each_set_once(sets, pin):
         batch = {name: torch.zeros(8, 64, dtype=torch.long) for name in ("input_ids", "labels")}
     cluster = ClusterSpec.parse(f"h100:{pin['pp']}")
     pin = {"tp": 1, "dp": 1, "micro_batch": 1, "zero": 0, **pin}
-    plan, traced = autopar.plan(model, cluster, batch, pin=pin), trace(model, batch)
+    plan = autopar.plan(model, cluster, batch, pin=pin)
+    traced = trace(model, batch, precision="bf16")
     request = PlanRequest(cluster, plan.global_batch, Pins.of(pin), "bf16", type(model).__name__)
     assert not audit(plan, traced, request).findings
     numel = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}

@@ -12,6 +12,7 @@ from math import inf
 
 import pytest
 from support.effort import tried
+from support.explain_tasks import instant
 
 from autopar import api
 from autopar.annotate.annotator import Annotator
@@ -170,7 +171,7 @@ def test_what_a_slow_network_costs_once_a_step_is_known_before_a_plan_is_made(
 
     monkeypatch.setattr(branch_and_bound, "_FAR", far)
     monkeypatch.setattr(steps, "solve", solve)
-    cluster = ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=1e9)
+    cluster = instant(ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=1e9))
     request = PlanRequest(cluster, 8, Pins(pp=1), "bf16", "m", tolerance=0.0)
     plan = api.plan_traced(traced(), request, LIMIT_S, processes=1)
     assert str(plan.mesh) == "tp=4" and solved[0] == first

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 from support.effort import every
+from support.explain_tasks import instant
 
 from autopar import api
 from autopar.explaining.certificate import proof_words
@@ -37,7 +38,7 @@ def traced():
 
 @cache
 def planned(rate: float, tolerance: float, inside: bool = True, tp: int | None = None) -> Plan:
-    cluster = ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=rate * 1e9, name="small")
+    cluster = instant(ClusterSpec.make("h100", 2, 2, inter_bandwidth_Bps=rate * 1e9, name="small"))
     pin = Pins.of(PINS | ({"tp": tp} if tp else {}))
     asked = PlanRequest(cluster, 2, pin, "bf16", "m", tolerance=tolerance, keeps_tp_inside=inside)
     return api.plan_traced(traced(), asked, 60.0, processes=1)
@@ -78,7 +79,7 @@ def planned_on_pcie(
     device: str, rows: int, tolerance: float, tp: int | None = None, rivals: bool = False
 ) -> Plan:
     pin = Pins.of(PINS | ({"tp": tp} if tp else {}))
-    cluster = ClusterSpec.parse(f"{device}:4").one_kind
+    cluster = instant(ClusterSpec.parse(f"{device}:4").one_kind)
     asked = PlanRequest(cluster, rows, pin, "bf16", "m", tolerance=tolerance, runners_up=rivals)
     return api.plan_traced(traced(), asked, 60.0, processes=1)
 
