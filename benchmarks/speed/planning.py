@@ -140,7 +140,7 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     traced = api.trace_spec(spec, asked.seq)
     traced_s = time.perf_counter()
     request = PlanRequest(
-        cluster, asked.global_batch, Pins.of(asked.pin), choose_precision(cluster), False, spec.name
+        cluster, asked.global_batch, Pins.of(asked.pin), choose_precision(cluster), spec.name
     )
     plan, error = None, ""
     try:
