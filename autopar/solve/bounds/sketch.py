@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -119,9 +120,8 @@ class Sketch:
         """A lower bound on the seconds of a step by what hosts issue, over all cuts or deals."""
         none = np.zeros(self.units + 1)
         hosts = replace(self, work_s=self.issue_s, once_s=none)
-        is_free = schedule.stages_per_rank == 1 and not schedule.sizes
-        least_s = hosts._of_cuts_s if is_free else hosts._of_deals_s
-        slowest_s = least_s(schedule, 1, np.ones(schedule.ranks), np.inf, none, none)
+        ones = np.ones(schedule.ranks)
+        slowest_s = hosts._least_s(schedule, 1, ones, np.inf, none, none)
         total_s, once_s = self.issue_s[-1], self.once_s[-1] / schedule.ranks
         return float(
             hosts_time_s(slowest_s, total_s, micro_batches, schedule.stages_per_rank) + once_s
@@ -139,11 +139,14 @@ class Sketch:
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.splits_backward else self.work_s
+        held_by = np.array(held, float)
+        least_s = self._least_s(schedule, micro_batches, held_by, room_bytes, static, waits_s)
+        return least_s * (1 - _ROUNDING)
+
+    def _least_s(self, schedule: Schedule, *asked: Any) -> float:
+        """The bound in seconds over all cuts, or over all deals; arguments as for `_of_cuts_s`."""
         is_free = schedule.stages_per_rank == 1 and not schedule.sizes
-        least_s = self._of_cuts_s if is_free else self._of_deals_s
-        return float(
-            least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)
-        ) * (1 - _ROUNDING)
+        return float((self._of_cuts_s if is_free else self._of_deals_s)(schedule, *asked))
 
     def _taken_s(
         self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray | float
