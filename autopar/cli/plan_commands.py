@@ -325,7 +325,7 @@ def _show_plan(
     from autopar.planning.objectives import chosen_reply
     from autopar.planning.outside import outside_reply
     from autopar.text.device_words import risk_words
-    from autopar.text.replies import Reply
+    from autopar.text.replies import Reply, Styled
     from autopar.text.training_words import training_of
 
     plan, more = report.plan, {type(check).__name__.lower(): check.reply() for check in checks}
@@ -340,7 +340,7 @@ def _show_plan(
         return
     if chosen:
         for words in filter(None, (risk_words(plan, report.cluster), not_proved_words(plan))):
-            show(words)
+            show(Reply([Styled(words, "yellow")]))
         show(chosen_reply(chosen))
     show(plan_reply(report, **detail, says_first=chosen is None))
     if outside is not None:
