@@ -499,7 +499,7 @@ def compare_command(
         planned = Planner(Asked(**asked), tell)
         planned.expect(1 + (len(pins) or _FAMILIES * (not saved)))
         plan_on = partial(planned.plan, runners_up=not pins and not saved)
-        entries = compare(plan_on, planned.cluster, parsed, plans)
+        entries = compare(plan_on, planned.cluster, parsed, plans, planned.hash_for)
     show_reply(compare_reply(entries, planned.cluster), as_json, drawn)
 
 

@@ -348,6 +348,10 @@ class Planner:
             ) from None
         return plan
 
+    def hash_for(self, plan: Plan) -> str:
+        """The hash of the command's model as it is captured for the software of a plan."""
+        return self.traced(runs_here=not plan.framework).model_hash
+
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
         """The command's request with the pins `pin` and this cluster (default: its own), for which
         the plan was made. Raises AutoparError if the plan is for another model or cluster.

@@ -65,10 +65,13 @@ def compare(
     cluster: Cluster,
     pins: Sequence[Mapping[str, Any]],
     saved: Sequence[tuple[str, Plan]],
+    hash_for: Callable[[Plan], str] | None = None,
 ) -> list[ComparedPlan | Impossible]:
     """The best plan, the best plan under each of `pins`, and the `saved` plans (name, plan), as
     entries in this order. `plan_on` plans under pins on a cluster. Without pins and saved plans,
     the other plans are the runners-up of the best one's certificate. `first_name` names the first.
+    `hash_for` gives the hash of the model as captured for a saved plan: in half precision, other
+    software has another graph. By default it is that of the best plan.
 
     Impossible pins, and a saved plan for another request, give an `Impossible` with the reason.
     Raises AutoparError if there is no plan even without pins.
@@ -86,7 +89,8 @@ def compare(
             entries.append(Impossible(pin_text(pin), str(error)))
     if not pins and not saved:
         entries += _families(plan_on, cluster, best)
-    return entries + [_saved_entry(name, plan, best) for name, plan in saved]
+    hash_for = hash_for or (lambda plan: best.model_hash)
+    return entries + [_saved_entry(name, plan, best, hash_for(plan)) for name, plan in saved]
 
 
 def first_name(plan: Plan) -> str:
@@ -120,13 +124,13 @@ def _families(plan_on: PlanOn, cluster: Cluster, best: Plan) -> Iterator[Compare
                 yield Impossible(entry["family"], str(error))
 
 
-def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible:
-    """The entry of a saved plan; `Impossible` if it is for another model, cluster or batch than the
-    best plan.
+def _saved_entry(name: str, plan: Plan, best: Plan, model_hash: str) -> ComparedPlan | Impossible:
+    """The entry of a saved plan; `Impossible` if it is for another model than the one with
+    `model_hash`, or for another cluster or batch than the best plan.
     """
-    if not _same_model(plan, best):
+    if plan.model_hash != model_hash:
         reason = (
-            f"for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is {best.model_hash[:12]}: "
+            f"for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is {model_hash[:12]}: "
             "give the model and --seq it was made for"
         )
     elif plan.cluster_hash != best.cluster_hash:
@@ -138,16 +142,6 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> ComparedPlan | Impossible
     else:
         return ComparedPlan(name, plan, staleness(plan))
     return Impossible(name, f"the plan is {reason}")
-
-
-def _same_model(one: Plan, other: Plan) -> bool:
-    """Whether two plans are for one model. In half precision the graphs for autopar's software and
-    for other software differ. The plans then have the same tokens and names of segments.
-    """
-    if one.model_hash == other.model_hash or bool(one.lacks) == bool(other.lacks):
-        return one.model_hash == other.model_hash
-    segments = [[name for stage in plan.stages for name in stage] for plan in (one, other)]
-    return one.made_for.seq == other.made_for.seq and segments[0] == segments[1]
 
 
 def compare_reply(entries: Sequence[ComparedPlan | Impossible], cluster: Cluster) -> Reply:
